@@ -259,7 +259,9 @@ class CheckedReward:
             return self._raised(error)
 
     def _checked(self, result: Any) -> RewardResult:
-        """Convert a plug-in's result to a RewardResult of plain floats and text. Raises RewardError for an invalid result."""
+        """Convert a plug-in's result to a RewardResult of plain floats and text. Raises RewardError for an invalid
+        result.
+        """
         if isinstance(result, int | float):  # also True and False
             result = RewardResult(float(result))
         if not isinstance(result, RewardResult):

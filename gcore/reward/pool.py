@@ -1,7 +1,7 @@
 """Process pool that scores responses with a job's function rewards, and recovers from hangs and crashes.
 
-Each response is scored in a call of its own. Exception: a batch reward (`gcore.reward.api.batch_reward`) gets all responses to one prompt in
-one call, in one process, with one timeout.
+Each response is scored in a call of its own. Exception: a batch reward (`gcore.reward.api.batch_reward`) gets all
+responses to one prompt in one call, in one process, with one timeout.
 
 Rewards are foreign code, and rules process arbitrary text, so they do not run in the controller. A few processes
 (`scoring.workers`) take responses from a queue. Fast rewards get batches and slow ones single responses, so that no
@@ -11,9 +11,9 @@ process. A reward's first call in a process has a longer timeout, because it may
 replaced too. An earlier response may have caused the crash, so the current response is retried once, alone in a fresh
 process, before it fails.
 
-`warm` starts the processes before the first step and raises an error for rewards that cannot be loaded. The pool sends a
-batch only to a free process; other responses wait in the pool's queue. Responses of a process that died are scored again,
-so a reward must be pure.
+`warm` starts the processes before the first step and raises an error for rewards that cannot be loaded. The pool sends
+a batch only to a free process; other responses wait in the pool's queue. Responses of a process that died are scored
+again, so a reward must be pure.
 """
 
 from __future__ import annotations
@@ -344,7 +344,9 @@ class RewardPool:
 
     @property
     def scoring(self) -> PoolStatus:
-        """Number of waiting responses and of scored ones, and a sentence that says which rewards the responses wait for."""
+        """Number of waiting responses and of scored ones, and a sentence that says which rewards the responses wait
+        for.
+        """
         waiting = sum(request.missing for request in self._requests)
         names = " and ".join(sorted({f"{self._specs[request.reward].shown_as!r}" for request in self._requests}))
         count = "1 response waits" if waiting == 1 else f"{waiting} responses wait"
@@ -564,7 +566,9 @@ class RewardTrial:
         return self
 
     def score(self, spec: RewardSpec, fields: Mapping[str, Any], response: Response) -> Scored:
-        """Score a group of `response` and a copy of it; returns the first error, else the first result. Raises SpecError."""
+        """Score a group of `response` and a copy of it; returns the first error, else the first result. Raises
+        SpecError.
+        """
         results = self._runner.run(self._pool.score(spec, fields, (response, response)))
         return next((one for one in results if isinstance(one, RewardError)), results[0])
 

@@ -1,16 +1,16 @@
 r"""gcore's rule-based rewards: numeric, exact, regex, length, math, and rewards from an environment or agent.
 
 Rules that compare give 1.0 for the expected answer (the entry's field `reward.answer`), else 0.0, without partial
-credit. Rules for the form of a response (a pattern, a length) need no expected answer. `environment` and `agent` return the
-reward that the response's environment or agent computed. An unknown key in `reward.options` is an error, because a misspelt
-option would silently have no effect.
+credit. Rules for the form of a response (a pattern, a length) need no expected answer. `environment` and `agent` return
+the reward that the response's environment or agent computed. An unknown key in `reward.options` is an error, because a
+misspelt option would silently have no effect.
 
 Mathematical answers are compared by value: 1/2, 0.5 and \frac{1}{2} are equal, and so are x+1 and 1+x, {1,2} and {2,1}.
 `gcore.reward.mathematics` parses and compares them with the LaTeX parser of math-verify (`gcore[math]`, on SymPy). It
 is imported at first use, which takes about a second.
 
-An expected answer keeps its type from the data. A list means several accepted answers. If a rule cannot compare the type,
-for example an object, the entry is invalid; the rule's `check` finds that before a job begins.
+An expected answer keeps its type from the data. A list means several accepted answers. If a rule cannot compare the
+type, for example an object, the entry is invalid; the rule's `check` finds that before a job begins.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ from gcore.reward.api import (
 from gcore.system.process import ProcessorTimeUsed, limit_processor_time
 
 LONGEST_NUMBER = 400
-"""Number of characters searched before the last digit or after a marker. It bounds the time for a long run of digits."""
+"""Number of characters searched before the last digit or after a marker. It bounds the time for a long run of digits.
+"""
 
 NUMERIC_OPTIONS = ("after", "tolerance")
 
@@ -301,7 +302,9 @@ class MathReward:
     """
 
     def start(self, spec: RewardSpec) -> None:
-        """Import math-verify. Raises RewardError if it is not installed, or outside the main thread (limits need signals)."""
+        """Import math-verify. Raises RewardError if it is not installed, or outside the main thread (limits need
+        signals).
+        """
         _mathematics()
         if threading.current_thread() is not threading.main_thread():
             raise RewardError("reward 'math' works only in the main thread", fix="Use RewardPool or RewardTrial")

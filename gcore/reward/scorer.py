@@ -1,9 +1,9 @@
 """Scores responses with function rewards and judges together.
 
 Function rewards run in their own processes (`gcore.reward.pool`). Judges are models that answer over the network
-(`gcore.reward.judges`). All parts of a reward run concurrently; `gcore.reward.api` combines their values. If a judge fails on a response, the fallback reward in
-`on_error` scores it, if there is one. Otherwise the response is not scored, and the error says whether to sample its
-prompt again.
+(`gcore.reward.judges`). All parts of a reward run concurrently; `gcore.reward.api` combines their values. If a judge
+fails on a response, the fallback reward in `on_error` scores it, if there is one. Otherwise the response is not scored,
+and the error says whether to sample its prompt again.
 """
 
 from __future__ import annotations

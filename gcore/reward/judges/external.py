@@ -1,18 +1,19 @@
 """Client for an external judge with OpenAI's chat completions API.
 
-The client sends one request per answer, each with its own seed. It sends only fields that every server supports. A server that
-does not answer, is overloaded (429) or fails (5xx) raises `JudgeAway`, and requests pause for the delay that the server asks for. A server
-that refuses the question raises `JudgeError` with the server's message. If the server rejects the key (401) or the
-account is empty (402), requests wait (`gcore.reward.judges.rate_limit`), because the error does not concern the
-question. A 403 may concern the question, so it raises `JudgeAway`; several different questions in a row with 403 count
-as a rejected key. If several different questions in a row get no answer, that is an outage, and all requests wait until
-one succeeds. If only some answers to a question arrive, the client keeps them, because they are paid for; a retry requests
-only the missing ones.
+The client sends one request per answer, each with its own seed. It sends only fields that every server supports. A
+server that does not answer, is overloaded (429) or fails (5xx) raises `JudgeAway`, and requests pause for the delay
+that the server asks for. A server that refuses the question raises `JudgeError` with the server's message. If the
+server rejects the key (401) or the account is empty (402), requests wait (`gcore.reward.judges.rate_limit`), because
+the error does not concern the question. A 403 may concern the question, so it raises `JudgeAway`; several different
+questions in a row with 403 count as a rejected key. If several different questions in a row get no answer, that is an
+outage, and all requests wait until one succeeds. If only some answers to a question arrive, the client keeps them,
+because they are paid for; a retry requests only the missing ones.
 
 Proxies and certificates come from the controller's environment (`HTTPS_PROXY`, `NO_PROXY`, `SSL_CERT_FILE`). Redirects
-are not followed, because the key must reach only the configured address. The key comes from the controllers' environment or a file, and
-never appears in logs, records or messages; error messages of a server are shown without it. The cost of a request is
-known from its response. Requests that are billed without a response (cancelled or timed out) are not counted.
+are not followed, because the key must reach only the configured address. The key comes from the controllers'
+environment or a file, and never appears in logs, records or messages; error messages of a server are shown without it.
+The cost of a request is known from its response. Requests that are billed without a response (cancelled or timed out)
+are not counted.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ MOST_WORDS = 300
 """Maximum length of a server's error message, in characters."""
 
 RequestFate = Literal["answered", "refused", "key", "away"]
-"""Result of a request: answered; refused permanently; key rejected; or unavailable (`away`), so that a retry may help."""
+"""Result of a request: answered; refused permanently; key rejected; or unavailable (`away`), so that a retry may help.
+"""
 
 
 class InvalidCompletion(Exception):
@@ -323,7 +325,9 @@ class ExternalJudgeClient:
                 return answer
 
     def _is_outage(self, question: str, error: JudgeAway) -> bool:
-        """Count an unanswered question. Return whether there is an outage, in which the question waits instead of failing."""
+        """Count an unanswered question. Return whether there is an outage, in which the question waits instead of
+        failing.
+        """
         if isinstance(self._judge.on_error, Fallback):
             return False  # the fallback reward scores the response
         if self._unanswered.failed(question):

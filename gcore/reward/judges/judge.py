@@ -1,13 +1,14 @@
 """A judge: a model that scores the responses to a prompt. Averages votes, compares pairs, and caches verdicts.
 
 A pointwise judge scores each response alone, a pairwise one compares pairs within a group. A request that fails because
-the judge is unavailable is retried with backoff, up to `tries` times. The client that sends a request enforces its timeout;
-waiting for an engine that is still loading is not a failure. A response that cannot be judged gets a `JudgeError` as its
-result. The same question is not sent again before `forget` is called, because the result would be the same. Other
-modules handle `on_error`, the limit on open requests, and the choice of the engine.
+the judge is unavailable is retried with backoff, up to `tries` times. The client that sends a request enforces its
+timeout; waiting for an engine that is still loading is not a failure. A response that cannot be judged gets a
+`JudgeError` as its result. The same question is not sent again before `forget` is called, because the result would be
+the same. Other modules handle `on_error`, the limit on open requests, and the choice of the engine.
 
-*Votes.* A question is answered `votes` times, with different seeds. The verdict is the mean of the readable answers. An unreadable answer does not count, not even as 0. A
-truncated answer is read like any other, because a judge may need only a single word.
+*Votes.* A question is answered `votes` times, with different seeds. The verdict is the mean of the readable answers. An
+unreadable answer does not count, not even as 0. A truncated answer is read like any other, because a judge may need
+only a single word.
 
 *Pairs.* Every pair is compared in both orders, because judges have a position bias. The verdict of (first, second) is 1
 if the first is better, 0 if the second is, 0.5 if they are equal. A pair's result is the mean over its orders with a
@@ -16,9 +17,9 @@ the same number of opponents, the group's mean is 0.5. If one order cannot be ju
 a request failed because the judge is unavailable, both responses are unjudged: values must not depend on which engines
 were available.
 
-*Cache.* The same question is not sent twice. Concurrent callers wait for the first caller's verdict. If the first caller is
-cancelled, one of the waiting callers sends the question. If its request fails, each waiting caller sends the question. Failures that may be temporary
-are not cached. The least recently used question is evicted first.
+*Cache.* The same question is not sent twice. Concurrent callers wait for the first caller's verdict. If the first
+caller is cancelled, one of the waiting callers sends the question. If its request fails, each waiting caller sends the
+question. Failures that may be temporary are not cached. The least recently used question is evicted first.
 """
 
 from __future__ import annotations

@@ -6,9 +6,10 @@
             raise Unreadable("it has no stars")
         return float(count)
 
-A parser gets the part of an answer after the text `verdict.after`, and the section `verdict` of the judge's spec. For an answer without a verdict it
-raises `Unreadable` instead of returning 0; the mean of the votes then leaves the answer out. `CheckedParser` applies the
-bounds and the scale for every parser. A custom parser is foreign code: other exceptions, and results that are not numbers, become `Unjudgeable`.
+A parser gets the part of an answer after the text `verdict.after`, and the section `verdict` of the judge's spec. For
+an answer without a verdict it raises `Unreadable` instead of returning 0; the mean of the votes then leaves the answer
+out. `CheckedParser` applies the bounds and the scale for every parser. A custom parser is foreign code: other
+exceptions, and results that are not numbers, become `Unjudgeable`.
 """
 
 from __future__ import annotations

@@ -102,7 +102,7 @@ class JudgeRequestObserver(Protocol):
 
 
 class Budget(Protocol):
-    """What the whole job has spent on judges, over all controllers."""
+    """The budget of a job: its spending on judges over all controllers."""
 
     def overdrawn(self, judge: str) -> str:
         """Return why the job may not spend more on `judge`; empty if it may."""
@@ -155,7 +155,9 @@ class RateLimiter:
         clock: Clock,
         peers: Callable[[], int] = lambda: 1,
     ) -> None:
-        """`peers` returns the number of controllers that send requests, including this one; they share the rate equally."""
+        """`peers` returns the number of controllers that send requests, including this one; they share the rate
+        equally.
+        """
         self._judge = judge
         self._spec = spec
         self._purse = purse

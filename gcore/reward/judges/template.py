@@ -155,7 +155,9 @@ class BoundedSandbox(Sandbox):
         return super().is_safe_attribute(obj, attr, value) and (not plain or attr in _METHODS)
 
     def wrap_str_format(self, value: Any) -> None:
-        """Disable Jinja's special handling of `str.format`, so that `is_safe_attribute` refuses it as an unlisted method."""
+        """Disable Jinja's special handling of `str.format`, so that `is_safe_attribute` refuses it as an unlisted
+        method.
+        """
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         """Run a binary operation, after a check of the size that its result would have. Raises TemplateTooLarge."""

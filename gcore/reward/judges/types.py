@@ -1,7 +1,7 @@
 """Judge errors, and the interfaces that a judge uses: the calls that send questions, and the observer.
 
-An engine of the cluster or an external server answers the questions. The observer is the controller's metrics. The spec's
-`on_error` of a judge decides what happens to a response that could not be judged.
+An engine of the cluster or an external server answers the questions. The observer is the controller's metrics. The
+spec's `on_error` of a judge decides what happens to a response that could not be judged.
 """
 
 from __future__ import annotations

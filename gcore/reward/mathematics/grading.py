@@ -275,7 +275,10 @@ class _Comparison:
         return self.equal(Words(option.letter), other) or self.equal(option.value, other)
 
     def _nearly(self, given: Choices) -> bool:
-        """Whether the two values that the response calls approximately equal (`\\approx`) agree to one significant digit (difference at most half of the larger)."""
+        """Whether the two values that the response calls approximately equal (`\\approx`) agree to one significant digit.
+
+        They may differ by at most half of the larger one.
+        """
         return _Comparison(1).equal(given.values[0], given.values[-1]) or self.equal(given.values[0], given.values[-1])
 
     def _named(self, gold: Value, given: Value) -> bool:

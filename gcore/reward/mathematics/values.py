@@ -123,7 +123,9 @@ class TimeOfDay:
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """Several readings of one text. `nearly`: the author calls them approximately equal, as in `\\sqrt{2} \\approx 1.41`."""
+    """Several readings of one text. `nearly`: the author calls them approximately equal, as in `\\sqrt{2} \\approx
+    1.41`.
+    """
 
     values: tuple[Value, ...]
     nearly: bool = True
@@ -475,7 +477,9 @@ def _ratio(text: str, depth: int) -> Value | None:
 
 
 def _words(text: str, depth: int) -> Value | None:
-    """Read words: text in quotation marks, or more letters in a row than a product of variables has. None for other texts."""
+    """Read words: text in quotation marks, or more letters in a row than a product of variables has. None for other
+    texts.
+    """
     if text.lower().strip("“” .") in NUMBER_WORDS:
         return Scalar(sympy.Integer(NUMBER_WORDS[text.lower().strip("“” .")]))
     if take_unit(text).number != text or _BASE_WORDS.fullmatch(text) or _BASED.fullmatch(text):
