@@ -1,6 +1,8 @@
-"""Engine interface of the controller. `EngineClient` implements it over HTTP; tests use `gcore.testing.engines`.
+"""Interface through which a controller uses an engine (an inference server).
 
-Every method sends one request to the engine, or a few in the given order. An engine that does not respond raises
+`EngineClient` implements it over HTTP; tests use `gcore.testing.engines`.
+
+Every method sends one request to the engine, or a few one after the other. An engine that does not respond raises
 `EngineUnreachable`; the request may go to another engine. An engine that refuses a request raises `EngineError` with
 its own message.
 """
@@ -14,6 +16,7 @@ from typing import Any, Literal, Protocol
 from gcore.types import Sample, Version
 
 PauseMode = Literal["abort", "retract", "in_place"]
+"""What a pause does with running requests: abort them, put them back into the queue, or keep them in place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +35,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class ProgressCallback:
-    """Reports unfinished samples: every `every` tokens, the sample so far and its index in the request.
+    """Reports unfinished samples of a request: after every `every` tokens, `tell` gets the sample's index and the sample.
 
     An unfinished sample has the finish reason "abort".
     """
@@ -43,7 +46,7 @@ class ProgressCallback:
 
 @dataclass(frozen=True, slots=True)
 class TransferManifest:
-    """Tensors to send, in order: the fields of the HTTP request. `dtypes` as in torch, without "torch."."""
+    """The tensors of a weight broadcast, in order: names, types and shapes. `dtypes` as in torch, without "torch."."""
 
     names: tuple[str, ...]
     dtypes: tuple[str, ...]
@@ -60,7 +63,7 @@ class FolderUpdate:
 
 @dataclass(frozen=True, slots=True)
 class BroadcastUpdate:
-    """The weights of `version` are broadcast over the weight group `group`, once the engines have joined it."""
+    """The weights of `version` are broadcast over the process group `group`, once the engines have joined it."""
 
     version: Version
     group: str
@@ -68,11 +71,11 @@ class BroadcastUpdate:
 
 
 WeightUpdate = FolderUpdate | BroadcastUpdate
-"""How engines get the weights of a version."""
+"""How engines get the weights of a version: from a folder, or by broadcast."""
 
 
 class Engine(Protocol):
-    """One engine."""
+    """Client of one engine."""
 
     @property
     def base_url(self) -> str:
@@ -90,13 +93,13 @@ class Engine(Protocol):
     ) -> tuple[Sample, ...]:
         """Generate one sample per prompt in one request, each with its seed; results in the order of the prompts.
 
-        `params`: for all prompts, or one per prompt. Sample `i` has the request id f"{rid}-{i}". An aborted sample
-        returns its tokens so far with finish reason "abort". Log-probabilities are float32 values.
+        `prompts`: token ids. `params`: for all prompts, or one per prompt. Sample `i` has the request id f"{rid}-{i}".
+        An aborted sample returns its tokens so far with finish reason "abort". Log-probabilities are float32 values.
         """
         ...
 
     async def classify(self, questions: Sequence[Sequence[int]], *, rid: str) -> tuple[float, ...]:
-        """Scores of a classifier for each question, in order. Raises EngineGaveUp if one of them was aborted."""
+        """Score each question (token ids) with a classifier model, in order. Raises EngineGaveUp if one was aborted."""
         ...
 
     async def abort(self, rid: str, count: int) -> None:
@@ -115,7 +118,7 @@ class Engine(Protocol):
         ...
 
     async def resume(self) -> None:
-        """Continue generating."""
+        """Continue to generate after `pause`."""
         ...
 
     async def sleep(self) -> None:
@@ -127,15 +130,15 @@ class Engine(Protocol):
         ...
 
     async def wake(self, version: Version) -> None:
-        """Allocate the memory of an engine whose weights never change and are called `version`, and generate again."""
+        """Undo `sleep` for an engine whose weights never change, such as a judge's; its weights are named `version`."""
         ...
 
     async def sleeps(self) -> bool:
-        """Whether the engine was put to sleep."""
+        """Whether the engine was put to sleep and has got no weights since."""
         ...
 
     async def released(self) -> bool:
-        """Whether any of its memory is released. Raises EngineMemoryUnknown."""
+        """Whether any of the engine's memory is released. Raises EngineMemoryUnknown if the engine cannot say."""
         ...
 
     async def load(self) -> tuple[int | None, int | None]:
@@ -143,11 +146,11 @@ class Engine(Protocol):
         ...
 
     async def served(self) -> Version | None:
-        """The served version; None for weights that no commit produced."""
+        """Version of the weights that the engine serves; None for weights that no training step produced."""
         ...
 
     async def scheduler_state(self) -> Mapping[str, Any]:
-        """State of the engine's scheduler; a response shows that the scheduler makes progress."""
+        """State of the engine's scheduler. A response shows that the scheduler makes progress."""
         ...
 
     async def metrics(self) -> str:

@@ -1,8 +1,8 @@
-"""HTTP client of an engine (SGLang or the torch engine): tokens in, samples out.
+"""HTTP client of an engine (an SGLang server or gcore's torch engine): sends token ids, gets samples.
 
-A group is one HTTP request: the prompt's token ids once per sample, each with its own seed and request id (rid). A
-sample's randomness then depends only on its seed, and it can be aborted alone. Only routes and fields of SGLang's
-native API are used.
+A group (all samples of one prompt) is one HTTP request: it has the prompt's token ids once per sample, each with its
+own seed and request id (rid). A sample's randomness then depends only on its seed, and each sample can be aborted
+alone. Only routes and fields of SGLang's native API are used.
 
 An engine that does not respond (no connection, timeout, server error) raises `EngineUnreachable`; the request may go to
 another engine. An engine that refuses raises `EngineError` with the engine's message. The client does not retry and
@@ -52,7 +52,7 @@ def sampling_body(params: SamplingParams, seed: int) -> dict[str, Any]:
 
 
 def parse_sample(answer: Mapping[str, Any]) -> Sample:
-    """Parse one sample; an unfinished one gets the finish reason "abort".
+    """Parse one sample of a `/generate` response; an unfinished one gets the finish reason "abort".
 
     Raises KeyError, TypeError, ValueError or IndexError for other input.
     """
@@ -71,7 +71,7 @@ def parse_sample(answer: Mapping[str, Any]) -> Sample:
 
 
 def parse_score(answer: Mapping[str, Any]) -> float | None:
-    """Parse a classifier's score; None if the request was aborted.
+    """Parse one score of a `/classify` response; None if the request was aborted.
 
     Raises KeyError, TypeError or ValueError for other input.
     """
@@ -87,7 +87,7 @@ def parse_score(answer: Mapping[str, Any]) -> float | None:
 
 
 def is_partial(answer: Any) -> bool:
-    """Whether more of this response will follow."""
+    """Whether a streamed sample is unfinished, so that more of it will follow."""
     meta = answer.get("meta_info") if isinstance(answer, dict) else None
     return isinstance(meta, dict) and meta.get("finish_reason", "") is None
 
@@ -108,7 +108,8 @@ def parse_failure(answer: Any) -> tuple[int, str] | None:
 def _as_float32(numbers: Sequence[float], what: str = "a log-probability") -> tuple[float, ...]:
     """Round to float32.
 
-    Raises ValueError for a number that train ranks refuse: such a group would be sent and refused forever.
+    Raises ValueError for NaN and infinity, because train ranks refuse such a group: it would be sent and refused
+    forever.
     """
     form = f"<{len(numbers)}f"
     try:
@@ -121,13 +122,13 @@ def _as_float32(numbers: Sequence[float], what: str = "a log-probability") -> tu
 
 
 def _spans(meta: Mapping[str, Any], count: int) -> tuple[VersionSpan, ...]:
-    """Version spans of the tokens; an engine without spans used its one version for all."""
+    """Version of the weights behind each range of tokens. An engine that reports no ranges used one version for all."""
     spans = meta.get("weight_versions") or [{"version": meta["weight_version"], "start": 0, "end": count}]
     return tuple(VersionSpan(Version.parse(str(s["version"])), int(s["start"]), int(s["end"])) for s in spans)
 
 
 def error_text(answer: Any) -> str:
-    """The engine's error message, in any of its formats."""
+    """Find the error message in an engine's parsed response, in any of its formats."""
     if isinstance(answer, dict):
         error = answer.get("error", answer.get("message", answer.get("detail", answer)))
         return str(error.get("message", error)) if isinstance(error, dict) else str(error)
@@ -135,26 +136,28 @@ def error_text(answer: Any) -> str:
 
 
 BIG_ANSWER_BYTES = 256 * 1024
-"""A response of at least this size is parsed in a thread."""
+"""A response of at least this size is parsed in a thread, so that it does not block the event loop."""
 
 CONNECT_S = 5.0
+"""Maximum timeout of a connection attempt, in seconds."""
+
 CONTINUE = "/continue_generation"
 
 ASLEEP = "asleep"
-"""Name of the weights of a sleeping engine, which tells every client that the engine is asleep."""
+"""Version name that a client gives to the weights of a sleeping engine, so that every client sees that it sleeps."""
 
 FALLING_ASLEEP, WAKING, WOKEN = "falling-asleep", "waking", "woken"
-"""Names of the weights of an engine that does not report its memory state, such as SGLang: while memory is released,
-while it is allocated, and from then until the next weights. SGLang's server ends if memory is released or allocated
-twice."""
+"""Version names that a client gives to the weights of an engine that does not report its memory state, such as SGLang:
+while memory is released, while it is allocated, and from then until the next weight update. They prevent a second release
+or allocation, which would end SGLang's server."""
 
 MEMORY = {"tags": ["kv_cache", "weights"]}
-"""Everything that an engine can release."""
+"""Request body that names all memory that an engine can release."""
 
 EVENT, DONE = b"data: ", b"[DONE]"
 
 QUICK_S = 15.0
-"""Timeout of requests that an engine answers immediately in any state, such as its version."""
+"""Timeout in seconds of requests that an engine answers immediately in any state, such as that for its version."""
 
 MOST_WORDS = 300
 """Maximum length of an engine's error message, in characters."""
@@ -167,8 +170,8 @@ MOST_GENERATING = 512
 class EngineInfo:
     """Version that an engine serves, and its load.
 
-    `version` None: weights that no commit produced. `running` and `waiting`: numbers of sequences; None if the engine
-    exports no metrics.
+    `version` None: weights that no training step produced. `running` and `waiting`: numbers of sequences; None if the
+    engine exports no metrics.
     """
 
     version: Version | None
@@ -177,7 +180,7 @@ class EngineInfo:
 
 
 class EngineClient:
-    """Client of one engine. `base_url` is "http://host:port"; `timeout_s` is the timeout of any response."""
+    """HTTP client of one engine. `base_url` is "http://host:port"; `timeout_s` is the timeout of any response."""
 
     def __init__(
         self,
@@ -203,7 +206,7 @@ class EngineClient:
     async def generate(
         self, prompt_ids: Sequence[int], params: SamplingParams, *, seeds: Sequence[int], rid: str
     ) -> tuple[Sample, ...]:
-        """Several samples of one prompt, one per seed, in order. See `generate_each`."""
+        """Generate several samples of one prompt, one per seed, in the order of the seeds. See `generate_each`."""
         return await self.generate_each([prompt_ids] * len(seeds), params, seeds=seeds, rid=rid)
 
     async def generate_each(
@@ -245,7 +248,10 @@ class EngineClient:
             raise EngineError(f"the engine's response is invalid ({error!r})", where=self.base_url) from error
 
     async def _streamed(self, body: dict[str, Any], count: int, growing: ProgressCallback) -> Any:
-        """The final state of each of `count` samples, in order; reports unfinished ones to `growing` before."""
+        """Send a streamed request; return the final JSON of each of `count` samples, in order.
+
+        Reports unfinished samples to `growing` meanwhile.
+        """
         body["stream"] = True
         for one in body["sampling_params"]:
             one["stream_interval"] = growing.every
@@ -279,7 +285,9 @@ class EngineClient:
         return [last[place] for place in range(count)]
 
     async def classify(self, questions: Sequence[Sequence[int]], *, rid: str) -> tuple[float, ...]:
-        """Scores of a classifier for each of `questions`, in order, in one request. Finite float32 values, as floats.
+        """Score each of `questions` (token ids) with a classifier model, in order, in one request.
+
+        Scores are finite float32 values, as floats.
 
         Raises EngineError, EngineUnreachable; EngineGaveUp if one of them was aborted.
         """
@@ -342,7 +350,7 @@ class EngineClient:
         await self._call("POST", "/pause_generation", {"mode": mode})
 
     async def resume(self) -> None:
-        """Continue after a pause.
+        """Continue to generate after `pause`.
 
         Works also after `close`: the client that paused an engine must resume it, even if another client uses it by
         then.
@@ -379,7 +387,7 @@ class EngineClient:
             await self._name(WOKEN)
 
     async def wake(self, version: Version) -> None:
-        """Allocate the memory of an engine whose weights never change and keep the name `version`, and generate again.
+        """Undo `sleep` for an engine whose weights never change, such as a judge's; its weights keep the name `version`.
 
         Raises EngineError.
         """
@@ -388,7 +396,7 @@ class EngineClient:
         await self.resume()
 
     async def sleeps(self) -> bool:
-        """Whether the engine was put to sleep and has no weights since. One request. Raises EngineError."""
+        """Whether the engine was put to sleep and has got no weights since. One request. Raises EngineError."""
         return await self._called() in (ASLEEP, FALLING_ASLEEP, WAKING, WOKEN)
 
     async def released(self) -> bool:
@@ -397,7 +405,10 @@ class EngineClient:
         return await self._named_release() if reported is None else reported
 
     async def _named_release(self) -> bool:
-        """The same for an engine that does not report its memory state, from the name of its weights."""
+        """Whether memory is released, concluded from the name of the weights: for an engine that does not report it.
+
+        Raises EngineMemoryUnknown while memory is being released or allocated.
+        """
         called = await self._called()
         if called in (FALLING_ASLEEP, WAKING):
             raise EngineMemoryUnknown(
@@ -426,12 +437,12 @@ class EngineClient:
         return load.get("num_running_reqs"), load.get("num_queue_reqs")
 
     async def info(self) -> EngineInfo:
-        """The served version and the load. Raises EngineError, EngineUnreachable."""
+        """Read the served version and the load. Raises EngineError, EngineUnreachable."""
         version, load = await asyncio.gather(self.served(), self._metrics())
         return EngineInfo(version, load.get("num_running_reqs"), load.get("num_queue_reqs"))
 
     async def served(self) -> Version | None:
-        """The served version; None for weights that no commit produced.
+        """Version of the weights that the engine serves; None for weights that no training step produced.
 
         One request. Raises EngineError, EngineUnreachable.
         """
@@ -441,7 +452,7 @@ class EngineClient:
             return None
 
     async def _called(self) -> str:
-        """The engine's name of its weights."""
+        """The name under which the engine serves its weights: a version, or one such as `ASLEEP`."""
         answer = await self._parsed(await self._call("GET", "/model_info", quick=True))
         return str(answer.get("weight_version") if isinstance(answer, dict) else None)
 
@@ -477,7 +488,7 @@ class EngineClient:
             return ""
 
     async def _metrics(self) -> Mapping[str, int]:
-        """SGLang's gauges by name, summed over its schedulers; empty if it exports none."""
+        """Read SGLang's gauges `num_*`, by name, summed over its schedulers; empty if the engine exports none."""
         found: dict[str, int] = {}
         for line in (await self.metrics()).splitlines():
             if line.startswith("sglang:num_"):
@@ -541,7 +552,7 @@ class EngineClient:
 
 
 def _limits(seconds: float) -> dict[str, float | None]:
-    """Timeouts of a request; connecting has a shorter one."""
+    """Timeouts of a request, as httpx names them. The connection has at most `CONNECT_S`."""
     return httpx.Timeout(seconds, connect=min(CONNECT_S, seconds)).as_dict()
 
 
@@ -550,7 +561,7 @@ def _rids(rid: str, count: int) -> list[str]:
 
 
 def _reason(response: httpx.Response) -> str:
-    """The engine's error message, in any of its formats."""
+    """Find the error message in an engine's response, in any of its formats."""
     try:
         answer = response.json()
     except ValueError:
@@ -567,7 +578,7 @@ class EngineReach(Protocol):
 
 
 def engine_reach(connector: Connector) -> EngineReach:
-    """Create clients with the TLS settings and keys of `connector`."""
+    """Return a function that creates engine clients with the TLS settings and keys of `connector`."""
 
     def reach(url: str, *, timeout_s: float, instance: str) -> Engine:
         key = connector.engine_key(instance)
@@ -581,4 +592,4 @@ def engine_reach(connector: Connector) -> EngineReach:
 
 
 plain_reach: EngineReach = engine_reach(PLAIN)
-"""On loopback, without keys."""
+"""Creates engine clients without TLS and keys, for loopback."""

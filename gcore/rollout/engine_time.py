@@ -1,9 +1,9 @@
-"""Engine time: how an engine's seconds divide into busy, idle, paused and asleep, as sums for metrics.
+"""Engine utilization: an engine's seconds, divided into busy, idle, paused and asleep, as counters for metrics.
 
-gcore's engines measure the sums themselves (`EngineTimeMeter`). An SGLang server does not, so they are estimated: the
-sum of its inter-token latencies is the integral over decoding requests, without prefill. If that is missing too, the
-requests running at two readings are assumed to run in between. SGLang does not report pauses or sleep; the client that
-updates its weights or puts it to sleep adds them.
+gcore's engines measure the seconds themselves (`EngineTimeMeter`). An SGLang server does not, so they are estimated:
+the sum of its inter-token latencies is the number of decoding requests, integrated over time, without prefill. If that
+metric is missing too, the mean of the running requests at two readings is assumed for the time in between. SGLang does
+not report pauses or sleep; the client that updates its weights or puts it to sleep adds them.
 """
 
 from __future__ import annotations
@@ -14,24 +14,23 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 Doing = Literal["working", "paused", "asleep"]
-"""An engine that works on nothing is idle."""
+"""State of an engine. `working` includes an engine that is idle because it has no request."""
 
 PREFIX = "gcore_engine_"
 
 
 @dataclass(frozen=True, slots=True)
 class EngineTimeSums:
-    """Division of an engine's time since its start until `at`, in monotonic seconds of its clock.
+    """An engine's seconds since its start until `at` (on its monotonic clock), by state.
 
-    The caller passes the time.
-
-    `active_s`: seconds with at least one request. `running_s`: the same, weighted by the number of requests with a row.
+    `active_s`: seconds with at least one request. `running_s`: the same, weighted by the number of running requests. A
+    row is a place for a request in the engine's batch.
 
     At any time an engine either works, has nothing to do, is paused (during a weight update), or sleeps. While it works
-    it is busy by the share of its rows that are requested, `min(1, wanted / rows)`, counting running and waiting
-    requests, and idle by the rest. Busy, idle, paused and asleep seconds therefore add up to the elapsed time. Sums
-    only grow, so two readings give the values in between. `prometheus_text` exports them with the engine's other
-    metrics. They do not say why an engine is idle.
+    each second counts as busy in proportion to the requested rows, `min(1, wanted / rows)`, where `wanted` counts
+    running and waiting requests; the rest counts as idle. Busy, idle, paused and asleep seconds therefore add up to the
+    elapsed time. Sums only grow, so two readings give the values in between. `prometheus_text` exports them with the
+    engine's other metrics. They do not say why an engine is idle.
     """
 
     at: float
@@ -43,7 +42,7 @@ class EngineTimeSums:
     running_s: float = 0.0
 
     def until(self, now: float, doing: Doing, wanted: int, rows: int) -> EngineTimeSums:
-        """The sums at `now`, after doing `doing` since `at`."""
+        """Return the sums at `now`, if the engine was in the state `doing` with `wanted` requests since `at`."""
         passed = now - self.at
         if passed <= 0:
             return self
@@ -64,32 +63,35 @@ class EngineTimeSums:
 
 
 class EngineTimeMeter:
-    """Measures one engine's time. One thread writes, any may read: the shared state is replaced, never changed."""
+    """Measures the time of one engine by state (`EngineTimeSums`).
+
+    One thread writes and any thread may read, because the shared state is replaced and never changed.
+    """
 
     def __init__(self, rows: int, now: float) -> None:
-        """`rows`: number of requests that saturate the engine."""
+        """`rows`: number of requests that fill the engine's batch. `now`: monotonic seconds."""
         self.rows = rows
         self._state: tuple[EngineTimeSums, Doing, int] = EngineTimeSums(now), "working", 0
 
     def note(self, doing: Doing, wanted: int, now: float) -> None:
-        """Record the engine's activity from `now` on."""
+        """Record that the engine is in the state `doing` with `wanted` running and waiting requests from `now` on."""
         sums, before, had = self._state
         if (before, had) != (doing, wanted):
             self._state = sums.until(now, before, had, self.rows), doing, wanted
 
     def read(self, now: float) -> EngineTimeSums:
-        """The sums until now."""
+        """Return the sums at `now`, in monotonic seconds."""
         sums, doing, wanted = self._state
         return sums.until(now, doing, wanted, self.rows)
 
 
 def current_activity(*, paused: bool, asleep: bool) -> Doing:
-    """Activity of an engine with these states."""
+    """Combine the two flags of an engine; `asleep` wins."""
     return "asleep" if asleep else "paused" if paused else "working"
 
 
 def prometheus_text(sums: EngineTimeSums, *, scale: float = 1.0) -> str:
-    """Prometheus text format. `scale`: length in seconds of one second in the sums."""
+    """Encode the sums in Prometheus text format. `scale`: seconds to export per second in the sums (simulated clocks)."""
     lines = []
     for name, words in NAMES.items():
         metric, value = f"{PREFIX}{name}", getattr(sums, _FIELDS[name]) * scale
@@ -115,14 +117,15 @@ SGLANG = "sglang:"
 DECODING = "inter_token_latency_seconds_sum"
 
 ALMOST_S = 1e-3
-"""Tolerance in seconds between the sums and the elapsed time."""
+"""Maximum difference in seconds between the sum of the parts and the elapsed time."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineReading:
-    """Metrics at one moment.
+    """An engine's metrics at the moment `at`. `running`, `waiting`: numbers of requests; `tokens`, `requests`: totals.
 
-    `sums` None: the engine does not measure them; `decoding_s` is then more precise than `running`.
+    `sums` None: the engine does not measure its time. It is then estimated from `decoding_s`, SGLang's summed
+    inter-token latencies, or less precisely from `running`.
     """
 
     at: float
@@ -136,8 +139,9 @@ class EngineReading:
 
 @dataclass(frozen=True, slots=True)
 class EngineTime:
-    """Division of an engine's time between two readings in seconds: busy, idle, paused and asleep add up to the time
-    from `begin` to `end`.
+    """How an engine spent the time between two readings, in seconds, and the tokens and requests that it finished in it.
+
+    Busy, idle, paused and asleep seconds add up to the time from `begin` to `end`.
     """
 
     begin: float
@@ -153,7 +157,9 @@ class EngineTime:
 
 
 def parse_reading(text: str, asked: float, answered: float) -> EngineReading:
-    """Parse Prometheus text that was read between two moments of the reader's clock. Missing metrics are 0.
+    """Parse an engine's metrics in Prometheus text format. Missing metrics are 0.
+
+    `asked`, `answered`: when the request was sent and answered, on the reader's monotonic clock.
 
     An engine on the same machine has the same clock. If its clock is outside of the interval, the middle of the
     interval is used.
@@ -175,9 +181,10 @@ def parse_reading(text: str, asked: float, answered: float) -> EngineReading:
 
 
 def time_between(one: EngineReading, other: EngineReading, rows: int) -> EngineTime | None:
-    """Engine time between two readings; None if the second is not later, or of another process.
+    """Compute how an engine spent the time between two readings.
 
-    `rows`: number of requests that saturate the engine, used if it does not measure its busy time.
+    None if the second reading is not later, or is from another process at the same address. `rows`: number of requests
+    that fill the engine's batch; used if the engine does not measure its time.
     """
     passed = other.at - one.at
     if passed <= 0:
@@ -229,7 +236,7 @@ def _summed(
 
 
 def _numbers(text: str) -> Mapping[str, float]:
-    """Metrics by name, summed over labels."""
+    """Parse the metrics of engines, by name, summed over labels."""
     found: dict[str, float] = {}
     for line in text.splitlines():
         if line.startswith((PREFIX, SGLANG)):

@@ -1,12 +1,12 @@
-"""Predicts the length of a response from the other responses to its prompt, its tokens so far, and recent lengths of
-its source. Pure.
+"""Predicts the length of a response from the other responses to its prompt, its tokens so far, and the recent lengths of
+its data source. Pure.
 
-Lengths are modeled as logarithms, because their spread grows with their size. `likeness` is the correlation within a
-prompt, estimated from the source's recent groups (and shrunk to a usual value while these are few). The predicted
-distribution is the source's recent lengths, shifted towards the lengths of the prompt's responses (the more, the more
-responses there are and the higher the correlation), and narrowed, because the uncertainty is lower then. No
-distribution is assumed. A response that has n tokens will be longer, so lengths below n are dropped. The expectation is
-the mean of the rest.
+Lengths are modeled as logarithms, because their spread grows with their size. `likeness` is the intraclass correlation:
+how similar the lengths of one prompt's responses are, from 0 to 1. It is estimated from the source's recent groups (and
+shrunk to a usual value while these are few). The predicted distribution is the source's recent lengths, shifted towards
+the lengths of the prompt's responses (the more, the more responses there are and the higher the correlation), and
+narrowed, because the uncertainty is lower then. No distribution is assumed. A response that has n tokens will be
+longer, so lengths below n are dropped. The expectation is the mean of the rest.
 
 A prompt's responses are stored as their distance from the source's mean at that time instead of as tokens, so that they
 stay useful while lengths grow during a run.
@@ -25,13 +25,13 @@ from dataclasses import dataclass
 from functools import cached_property
 
 USUAL_LIKENESS, USUAL_COUNTS = 0.4, 8.0
-"""Prior of the correlation within a prompt, and its weight as a number of groups."""
+"""Prior of `likeness` (the correlation within a prompt), and its weight as a number of groups."""
 
 MOST_LIKENESS = 0.95
-"""Maximum of the estimated correlation."""
+"""Maximum of the estimated `likeness`."""
 
 MOST_LOGS = 64
-"""Number of lengths that represent a source's recent ones: each prediction reads all of them."""
+"""Maximum number of lengths that represent a source's recent ones, because each prediction reads all of them."""
 
 BEYOND = 1.3
 """Predicted ratio of final to current length for a response longer than all known ones."""
@@ -39,45 +39,48 @@ BEYOND = 1.3
 
 @dataclass(frozen=True)
 class SourceLengths:
-    """A source's recent lengths. `logs`: their logarithms, sorted; of many, an evenly spaced selection."""
+    """Recent response lengths of a data source. `logs`: their logarithms, sorted; of many, an evenly spaced selection.
+
+    `likeness`: the correlation of lengths within a prompt.
+    """
 
     logs: tuple[float, ...]
     likeness: float = USUAL_LIKENESS
 
     @classmethod
     def of(cls, groups: Iterable[Sequence[int]]) -> SourceLengths:
-        """From groups of responses, each to one prompt, in tokens."""
+        """Build from groups; a group has the lengths in tokens of the responses to one prompt."""
         grouped = [[_log(length) for length in group] for group in groups if group]
         return cls(_thinned(sorted(log for group in grouped for log in group)), _likeness(grouped))
 
     @cached_property
     def mean(self) -> float:
-        """Mean of the logarithms."""
+        """Mean of the logarithms; 0 without lengths."""
         return math.fsum(self.logs) / len(self.logs) if self.logs else 0.0
 
     @cached_property
     def spread(self) -> float:
-        """Standard deviation of the logarithms."""
+        """Standard deviation of the logarithms; 0 without lengths."""
         off = math.fsum((log - self.mean) ** 2 for log in self.logs)
         return math.sqrt(off / len(self.logs)) if self.logs else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class SiblingLengths:
-    """Responses to one prompt: their number, and the difference of their mean logarithm from the source's."""
+    """Earlier response lengths of one prompt: their number, and their mean logarithm minus the data source's."""
 
     count: int = 0
     above: float = 0.0
 
     @classmethod
     def of(cls, source: SourceLengths, lengths: Sequence[int]) -> SiblingLengths:
-        """From lengths in tokens, relative to the source's current mean."""
+        """Build from the lengths in tokens of a prompt's responses, relative to the source's current mean."""
         if not lengths or not source.logs:
             return NONE
         return cls(len(lengths), math.fsum(map(_log, lengths)) / len(lengths) - source.mean)
 
     def joined(self, others: SiblingLengths) -> SiblingLengths:
-        """Both combined."""
+        """Combine with other responses to the same prompt."""
         count = self.count + others.count
         if not count:
             return NONE
@@ -85,10 +88,14 @@ class SiblingLengths:
 
 
 NONE = SiblingLengths()
+"""A prompt without known responses."""
 
 
 def expected_length(source: SourceLengths, siblings: SiblingLengths, so_far: int, longest: int) -> float:
-    """Expected final length in tokens of a response with `so_far` tokens, between `so_far` and `longest`."""
+    """Predict the final length in tokens of a response that has `so_far` tokens, at most `longest`.
+
+    `siblings`: earlier responses to the same prompt.
+    """
     if not source.logs:
         return float(longest)
     weight = prompt_weight(siblings.count, source.likeness)
@@ -116,12 +123,15 @@ def _thinned(logs: Sequence[float]) -> tuple[float, ...]:
 
 
 def prompt_weight(count: int, likeness: float) -> float:
-    """Weight of the mean of `count` responses in the estimate of their prompt's lengths, 0 to 1."""
+    """Weight from 0 to 1 of the mean of a prompt's `count` responses; the rest is the weight of the source's mean."""
     return count * likeness / (1.0 + (count - 1) * likeness) if count else 0.0
 
 
 def _likeness(groups: Sequence[Sequence[float]]) -> float:
-    """Intraclass correlation from the analysis of variance, shrunk to the usual value for few groups."""
+    """Estimate the intraclass correlation by one-way analysis of variance; few groups are shrunk to `USUAL_LIKENESS`.
+
+    `groups`: logarithms of lengths, by prompt.
+    """
     total = sum(map(len, groups))
     degrees = total - len(groups)
     if len(groups) < 2 or not degrees:
@@ -142,13 +152,13 @@ def _likeness(groups: Sequence[Sequence[float]]) -> float:
 
 
 MIDDLES = tuple(0.6 * at for at in range(-4, 5))
-"""Grid for a prompt's mean, in standard deviations of its prior."""
+"""Grid for a prompt's mean logarithm, in standard deviations of its prior; `tokens_left` integrates over it."""
 
 LEAST_SPREAD = 0.05
-"""Minimum standard deviation of logarithms, because lengths that were all equal may differ next time."""
+"""Minimum standard deviation of logarithms, because lengths that were all equal so far may differ next time."""
 
 LEAST_BETWEEN = 0.02
-"""Minimum share of the variance between prompts."""
+"""Minimum share of the variance that lies between prompts (`likeness`)."""
 
 HARDLY = 1e-12
 """Lower bound of probabilities, for numerical stability."""
@@ -157,10 +167,10 @@ HARDLY = 1e-12
 def tokens_left(
     source: SourceLengths, siblings: SiblingLengths, finished: Sequence[int], growing: Sequence[int], longest: int
 ) -> float:
-    """Expected remaining tokens of a prompt's unfinished responses (`growing`: their tokens so far), given the
-    `finished` ones.
+    """Predict the sum of the remaining tokens of a prompt's unfinished responses (`growing`: their tokens so far).
 
-    `siblings`: earlier knowledge about the prompt; `longest`: maximum tokens per response.
+    `finished`: lengths of the finished ones. `siblings`: earlier responses to the prompt; `longest`: maximum tokens per
+    response.
 
     Responses to a prompt start together, so the finished ones are the short ones, and using them alone would
     underestimate the others. An unfinished response at n tokens shows that its length exceeds n. Both are used: lengths
@@ -190,7 +200,11 @@ def tokens_left(
 
 
 def _weights(middles: Sequence[float], ended: Sequence[float], outlived: Counter[int], own: float) -> list[float]:
-    """Posterior probability of each grid point: normal prior times likelihood."""
+    """Posterior probability of each grid point for the prompt's mean logarithm: normal prior times likelihood.
+
+    `ended`: logarithms of finished lengths. `outlived`: number of unfinished responses by tokens so far. `own`:
+    standard deviation within a prompt.
+    """
     logs = []
     for at, middle in zip(MIDDLES, middles, strict=True):
         likelihood = -at * at / 2.0 - math.fsum(((log - middle) / own) ** 2 for log in ended) / 2.0
@@ -205,7 +219,10 @@ def _weights(middles: Sequence[float], ended: Sequence[float], outlived: Counter
 
 
 def _beyond(middle: float, own: float, so_far: int, longest: int) -> float:
-    """Mean excess over `so_far` of a length above `so_far`, truncated at `longest`."""
+    """Mean of the remaining tokens of a response that has `so_far` tokens, truncated at `longest`.
+
+    The length is log-normal with mean `middle` and standard deviation `own` of the logarithm.
+    """
     if so_far >= longest:
         return 0.0
     low = (math.log(so_far) - middle) / own if so_far > 0 else -math.inf

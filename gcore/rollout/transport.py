@@ -2,9 +2,9 @@
 
 httpx's own connection pool scans all connections several times per request. With 256 pending requests that costs 5 ms
 of the controller's thread per request, most of the duration of a short response. This transport keeps idle connections
-in a list, uses the most recent one, and gives each request its own connection. It supports no redirects, proxies or
-HTTP/2, which an engine client does not need. A response is read completely or, with the extension `STREAMED`, as it
-arrives.
+in a list and reuses the most recent one. Each request has a connection of its own. It supports no redirects, proxies or
+HTTP/2, which an engine client does not need. A response is read completely. With the request extension `STREAMED`, the
+caller reads it as it arrives.
 
 A request that is cancelled or times out closes its connection, which tells the engine to stop.
 """
@@ -26,18 +26,18 @@ from gcore.system.concurrency import limit_time
 READ_BYTES = 1 << 16
 
 STREAMED = "gcore_streamed"
-"""Request extension for a streamed response; the caller must close the response."""
+"""Name of the request extension that asks for a streamed response; the caller must close the response."""
 
 MOST_IDLE = 64
 """Maximum number of idle connections."""
 
 IDLE_S = 30.0
-"""Maximum age of an idle connection that is reused, shorter than the servers' keep-alive timeout."""
+"""Maximum seconds that a connection may have been idle to be reused: less than the servers' keep-alive timeout."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Line:
-    """A connection, and the loop time since which it has been idle."""
+    """A connection. `idle_since`: the event loop's time at which it became idle."""
 
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
@@ -56,7 +56,7 @@ def _system() -> ssl.SSLContext:
 
 
 class EngineTransport(httpx.AsyncBaseTransport):
-    """Belongs to the loop in which it is first used. Raises httpx.TransportError."""
+    """httpx transport for engines. Belongs to the event loop in which it is first used. Raises httpx.TransportError."""
 
     def __init__(self, tls: Callable[[], ssl.SSLContext | None] = _system) -> None:
         """`tls`: returns the TLS context for https; called for each new connection."""
@@ -149,7 +149,7 @@ class _Answer(httpx.AsyncByteStream):
         self._line = line
         self._request = request
         self._end = None if limit_s is None else asyncio.get_running_loop().time() + limit_s
-        """Deadline of the whole response, in loop time."""
+        """Deadline of the whole response, in the event loop's time."""
         self._is_over = False
 
     async def begin(self) -> tuple[int, list[tuple[bytes, bytes]]]:

@@ -20,10 +20,11 @@ from gcore.system.network import bypass_proxies
 from gcore.worker.sandbox.child import serve_calls
 
 ENDING_S = 0.2
+"""Seconds to wait for the threads of an agent that has returned."""
 
 
 def main() -> None:
-    """Run the process."""
+    """Load the agent, then run it for each response of the controller until the controller closes the connection."""
     serve_calls(load_agent)
 
 

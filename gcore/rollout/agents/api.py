@@ -1,4 +1,4 @@
-"""Interface of agents, which is mostly OpenAI's API, and their errors.
+"""Interface of agents (user programs that call the policy through OpenAI's API), and their errors.
 
     async def agent(rollout: AgentRollout) -> float | None      (or without async)
 
@@ -21,27 +21,27 @@ from gcore.rollout.environments.api import EnvironmentFault
 from gcore.types import LARGEST_REWARD
 
 MODEL = "policy"
-"""Name of the policy at a rollout's address; agents may use any name."""
+"""Model name that the endpoint lists; agents may request any name."""
 
 
 @dataclass(frozen=True, slots=True)
 class AgentRollout:
-    """One response to generate. The address serves only this response, and ends when the agent returns."""
+    """What an agent gets for one response. `base_url` serves only this response, and stops when the agent returns."""
 
     base_url: str
     """For OpenAI clients: http://127.0.0.1:PORT/r/TOKEN/v1."""
     api_key: str
     """For clients that require one."""
     fields: Mapping[str, Any]
-    """The prompt's entry."""
+    """The prompt's entry (its row of the data)."""
     options: Mapping[str, Any]
-    """`agent.options`."""
+    """The options in the spec, `agent.options`."""
     seed: int
     """Seed of this response; 63 bits. Derive the agent's randomness from it."""
 
 
 Agent = Callable[[AgentRollout], Awaitable[float | None] | float | None]
-"""An entry point in `gcore.agents`."""
+"""An agent: the target of an entry point in `gcore.agents`. Returns the reward, or None."""
 
 
 class AgentFault(EnvironmentFault):
@@ -49,7 +49,9 @@ class AgentFault(EnvironmentFault):
 
 
 class AgentRequestRefused(Exception):
-    """A request of an agent is refused. `code`: the error code in the response."""
+    """The endpoint refuses a request of an agent. `status`, `code`, `what` and `param` are the fields of OpenAI's error:
+    HTTP status, error code, message, and the parameter concerned.
+    """
 
     def __init__(self, status: int, code: str, what: str, *, param: str | None = None) -> None:
         super().__init__(what)
@@ -69,7 +71,10 @@ def find_agent(name: str) -> Agent:
 
 
 def call_agent(agent: Agent, rollout: AgentRollout) -> dict[str, Any]:
-    """Run the agent; returns `{"reward": ...}` or the error. Blocks; an async agent gets its own event loop."""
+    """Run the agent; returns `{"reward": ...}`, or `{"what": ..., "trace": ...}` for an error.
+
+    Blocks; an async agent gets its own event loop.
+    """
     try:
         made: Any = agent(rollout)
         if inspect.isawaitable(made):
@@ -80,7 +85,7 @@ def call_agent(agent: Agent, rollout: AgentRollout) -> dict[str, Any]:
 
 
 def parse_result(made: Any) -> dict[str, Any]:
-    """The reward in an agent's return value; None is valid."""
+    """Check an agent's return value: `{"reward": ...}` with a number or None, or `{"what": ..., "trace": ""}`."""
     if made is None:
         return {"reward": None}
     try:

@@ -1,8 +1,8 @@
-"""Requests of agents: parse and validate the body of a chat completion request, and encode responses. Pure.
+"""Chat completion requests of agents: parse and validate the body, and encode the response. Pure.
 
-The job defines the sampling. A request for other sampling parameters is refused with 400 and a message that says what
-to change, unless the spec ignores them (`agent.ignore`). Parameters that do not change the tokens are always ignored
-(`HARMLESS`). Unknown fields are refused, because they would silently have no effect. null counts as absent.
+The job's spec defines the sampling. A request for other sampling parameters is refused with 400 and a message that says
+what to change, unless the spec ignores them (`agent.ignore`). Parameters that do not change the tokens are always
+ignored (`HARMLESS`). Unknown fields are refused, because they would silently have no effect. null counts as absent.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
 def parse_message(given: Any, number: int) -> Message:
     """Normalize a message, so that equal content compares equal. Raises AgentRequestRefused.
 
-    Content becomes text, null values are dropped, and arguments of calls are parsed. For an assistant message only
-    content and calls count. `number`: its index, for error messages.
+    Content becomes text, null values are dropped, and arguments of tool calls are parsed. Of an assistant message, only
+    content and tool calls are kept. `number`: its index, for error messages.
     """
     if not isinstance(given, dict) or given.get("role") not in ROLES:
         raise _bad(number, f"is not an object with a role of {', '.join(ROLES)}")
@@ -43,9 +43,10 @@ def parse_message(given: Any, number: int) -> Message:
 
 
 def format_answer(text: str, prefix: str, *, tools: bool) -> dict[str, Any]:
-    """The assistant's message for `text`. With `tools`, calls are extracted; invalid ones remain text.
+    """Build the assistant's message from the generated `text`. With `tools`, tool calls in it are extracted; invalid ones
+    remain text.
 
-    `prefix`: of the call ids.
+    `prefix`: start of the ids of the tool calls.
     """
     calls: list[dict[str, Any]] = []
     for found in _CALL.finditer(text) if tools else ():
@@ -122,12 +123,12 @@ _NOTHING: Mapping[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "tool_choice": ("auto",),
 }
-"""Allowed default values of unsupported fields."""
+"""Unsupported fields, with the values that are accepted because they change nothing."""
 
 MOST_STOPS, LONGEST_STOP = 16, 256
 
 _BEYOND = 1e6
-"""Bound of sampling parameters, because JSON allows integers that no float can represent."""
+"""Maximum absolute value of a sampling parameter, because JSON allows integers that no float can represent."""
 
 _HALF = re.compile("[\ud800-\udfff]")
 """A lone surrogate, which generated text never contains."""
@@ -135,9 +136,9 @@ _HALF = re.compile("[\ud800-\udfff]")
 
 @dataclass(frozen=True, slots=True)
 class SamplingRules:
-    """The job's sampling parameters; the first value of each is the default that messages name.
+    """What a request may ask for: the values of `temperature` and `top_p` that equal the job's. Messages name the first one.
 
-    `most`: maximum tokens per answer; `ignored`: fields of `agent.ignore`.
+    `most`: maximum tokens per answer. `ignored`: fields whose values are ignored (`agent.ignore`).
     """
 
     temperature: tuple[float, ...]
@@ -148,12 +149,12 @@ class SamplingRules:
 
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
-    """A valid request."""
+    """A parsed and valid chat completion request."""
 
     messages: tuple[Message, ...]
     tools: tuple[dict[str, Any], ...] = ()
     most: int | None = None
-    """Maximum number of tokens that the agent requests."""
+    """Maximum number of new tokens that the agent requests; None without a limit of its own."""
     stop: tuple[str, ...] = ()
     stream: bool = False
     usage: bool = False
@@ -162,7 +163,7 @@ class ChatRequest:
 
 
 def parse_request(raw: bytes, rules: SamplingRules) -> ChatRequest:
-    """Parse a request body. Raises AgentRequestRefused."""
+    """Parse and validate a request body. Raises AgentRequestRefused."""
     try:
         body = json.loads(raw)
     except (ValueError, RecursionError) as error:
@@ -265,7 +266,7 @@ JSON, EVENTS = "application/json", "text/event-stream"
 
 @dataclass(frozen=True, slots=True)
 class ChatCompletion:
-    """A response of the policy.
+    """The policy's answer to one request.
 
     `name`: id of the completion; `model`: as requested; `made_at`: seconds since the epoch.
     """
@@ -280,20 +281,23 @@ class ChatCompletion:
 
     @property
     def usage(self) -> dict[str, int]:
-        """Token counts."""
+        """Token counts, as the field `usage` of a response."""
         total = self.tokens_in + self.tokens_out
         return {"prompt_tokens": self.tokens_in, "completion_tokens": self.tokens_out, "total_tokens": total}
 
 
 def encode_answer(answer: ChatCompletion) -> bytes:
-    """Encode as one object."""
+    """Encode an answer as one JSON object, for a request without streaming."""
     choice = {"index": 0, "message": answer.message, "logprobs": None, "finish_reason": answer.finish}
     head = _head(answer, "chat.completion")
     return json.dumps({**head, "choices": [choice], "usage": answer.usage}).encode("ascii")
 
 
 def encode_stream(answer: ChatCompletion, *, usage: bool) -> bytes:
-    """Encode as a stream with one chunk of content, because the answer is complete when it is recorded."""
+    """Encode an answer as a stream of events. All content is in one chunk, because generation has already finished.
+
+    `usage`: whether the stream ends with token counts.
+    """
     head = _head(answer, "chat.completion.chunk")
     delta = {name: value for name, value in answer.message.items() if name != "tool_calls"}
     if calls := answer.message.get("tool_calls"):
@@ -309,14 +313,14 @@ def encode_stream(answer: ChatCompletion, *, usage: bool) -> bytes:
 
 
 def encode_refusal(refused: AgentRequestRefused) -> bytes:
-    """Encode an error."""
+    """Encode a refusal as OpenAI's error object."""
     kind = "invalid_request_error" if refused.status < 500 else "server_error"
     error = {"message": refused.what, "type": kind, "param": refused.param, "code": refused.code}
     return json.dumps({"error": error}).encode("ascii")
 
 
 def encode_models() -> bytes:
-    """Encode the list with the only model."""
+    """Encode the list of models, which has one item."""
     one = {"id": MODEL, "object": "model", "created": 0, "owned_by": "gcore"}
     return json.dumps({"object": "list", "data": [one]}).encode("ascii")
 

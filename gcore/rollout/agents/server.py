@@ -1,10 +1,11 @@
-"""HTTP server for agents, with OpenAI's routes under one address per response; and the process pool of agents. Loopback
-only.
+"""HTTP server that agents call, and the process pool that runs agents.
+
+The server listens on loopback only. It has OpenAI's routes under one address per response:
 
     POST /r/TOKEN/v1/chat/completions      GET /r/TOKEN/v1/models
 
-A token identifies one response and cannot be guessed. It ends with the response: from then on requests get 404, and
-pending ones are cancelled. If a client disconnects, its request is cancelled; a client that only closes its sending
+A token identifies one response and cannot be guessed. When the response ends, pending requests are cancelled, and later
+ones get 404. If a client disconnects, its request is cancelled; a client that only closes its sending
 side still gets its answer. Errors have the header `x-should-retry: false`, because OpenAI's client would retry some of
 them. `gcore.rollout.agents.session` computes the answers; this module reads and writes HTTP/1.1 with h11.
 """
@@ -40,7 +41,7 @@ MOST_BODY = 8 << 20
 """Maximum size of a request body in bytes."""
 
 MOST_LINES = 4096
-"""Maximum number of connections; further ones are closed at once."""
+"""Maximum number of open connections; further ones are closed at once."""
 
 GONE_S = 0.1
 """Seconds until a closed connection reports an error after data was sent to it."""
@@ -55,7 +56,7 @@ Reply = tuple[int, str, bytes]
 
 
 class AgentHttpServer:
-    """HTTP server for the agents of one job on one controller. The first response opens it; close it after use."""
+    """HTTP server for the agents of one job on one controller. The first `begin` opens the port; close it after use."""
 
     def __init__(self) -> None:
         self._server: asyncio.Server | None = None
@@ -63,10 +64,10 @@ class AgentHttpServer:
         self._port = 0
         self._served: dict[str, AgentSession] = {}
         self._lines: dict[asyncio.Task[None], str] = {}
-        """Connections, with the token of their last request."""
+        """Open connections, with the token of each one's last request."""
 
     async def begin(self, served: AgentSession) -> str:
-        """Register a response; returns its token."""
+        """Serve a response from now on, and open the port if necessary; returns the response's token."""
         async with self._opening:
             if self._server is None:
                 self._server = await asyncio.start_server(self._accepted, "127.0.0.1", 0)
@@ -76,16 +77,16 @@ class AgentHttpServer:
         return token
 
     def base_url(self, token: str) -> str:
-        """Address of a response."""
+        """Address of the response with this token, as `base_url` for OpenAI's clients."""
         return f"http://127.0.0.1:{self._port}/r/{token}/v1"
 
     async def end(self, token: str) -> None:
-        """Unregister a response and cancel its connections."""
+        """Stop serving a response: later requests get 404, and its pending requests are cancelled."""
         self._served.pop(token, None)
         await cancel_all([line for line, asked in self._lines.items() if asked == token])
 
     async def close(self) -> None:
-        """Stop serving all addresses."""
+        """Stop serving all responses, and close the port."""
         self._served.clear()
         if self._server is not None:
             self._server.close()
@@ -147,7 +148,7 @@ class AgentHttpServer:
         writer: asyncio.StreamWriter,
         protocol: h11.Connection,
     ) -> Reply | None:
-        """The response; None if the client disconnected meanwhile."""
+        """Answer a request; None if the client disconnects before."""
         line, found = asyncio.current_task(), _path(head)
         if found is not None and line in self._lines:
             self._lines[line] = found.group(1)
@@ -234,7 +235,7 @@ async def _send(writer: asyncio.StreamWriter, protocol: h11.Connection, reply: R
 
 
 NEVER_S = 1e8
-"""Timeout of the process; `watch` ends it instead."""
+"""Timeout of a call to a process, in seconds: in effect none, because `watch` ends the call."""
 
 
 class AgentPool:
@@ -250,19 +251,23 @@ class AgentPool:
     """
 
     def __init__(self, spec: AgentSpec, clock: Clock, group: str = "") -> None:
-        """`group`: the control group of the processes."""
+        """`group`: folder of the control group (cgroup) of the processes; empty: that of this process."""
         setup = encode_line({"agent": spec.name, "memory_mb": spec.memory_mb})
         program = SandboxProgram("gcore.agents", setup, f"agent {spec.name!r}", "agent", spec.start_timeout_s, group)
         self._crew = WorkerPool(program, spec.workers, clock)
 
     async def warm(self) -> None:
-        """Start one process. Raises PluginFault for an agent that cannot be loaded, CannotStart."""
+        """Start one process. Raises PluginFault for an agent that cannot be loaded, CannotStart if no process can be
+        started.
+        """
         await self._crew.warm()
 
     async def run(
         self, call: Mapping[str, Any], began: Callable[[], None], watch: Callable[[], Coroutine[Any, Any, NoReturn]]
     ) -> float | None:
-        """Run the agent; returns its reward. `began` is called when it gets a process; `watch` raises when it must end.
+        """Run the agent for one response; returns its reward. `call`: the fields of `AgentRollout`.
+
+        `began` is called when the agent gets a process. `watch` runs meanwhile and raises when the agent must end.
 
         Raises AgentFault, what `watch` raises, and PluginFault if this node lacks the agent.
         """
@@ -287,7 +292,7 @@ class AgentPool:
 
     @property
     def waits(self) -> PoolStatus:
-        """Agents that wait for a process, and number of agents served."""
+        """Number of responses that wait for a process, and of those served so far."""
         return self._crew.waits
 
     async def close(self) -> None:

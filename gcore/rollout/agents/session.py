@@ -1,11 +1,11 @@
-"""One response of an agent from the policy's side: handles the agent's requests in sequence.
+"""Answers the requests of one agent for one response, and records them as one training sample.
 
     limits       `agent.max_turns`, the policy's own tokens (`max_new_tokens`), all tokens after the first request
                  (`agent.max_tokens`). A request beyond a limit gets 429, and the response counts as truncated, whatever the
                  agent does then. The agent's reward still counts
     history      a request that does not continue the conversation is refused with 409. With `agent.history: last` it starts
-                 a new conversation, and the response is the last one. Turns and the policy's own tokens count over all
-                 conversations, all tokens in each
+                 a new conversation, and only the last conversation is trained. The limits on turns and on the policy's own
+                 tokens apply to all conversations together, the limit on all tokens to each one
     long texts   are rendered and tokenized in a thread (`gcore.data.tokenizer`)
     time         the agent's time does not run while a request is being answered
     engines      if an engine fails, the agent gets 503, and the response is repeated from the beginning
@@ -46,7 +46,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class DialogueDelta:
-    """The new part of a request, as tokens and as text."""
+    """The part of a request that the conversation did not contain before, as tokens and as text."""
 
     ids: tuple[int, ...]
     text: str
@@ -55,13 +55,13 @@ class DialogueDelta:
 class Dialogue:
     """One conversation of an agent with the policy, as one growing sequence of tokens.
 
-    `answered` extends it; `shown` does not change it.
+    `answered` extends the conversation; `shown` does not change it.
 
     The first request is rendered and tokenized as a whole. Each later one must contain the conversation so far
-    unchanged, and only the new part is tokenized: the whole is rendered with a mark in place of the last answer, and
-    the text after the mark follows the generated tokens. These stay as the engine returned them. The policy therefore
-    always sees exactly the tokens on which it is trained. If the template would now render an earlier turn differently
-    (for example without the reasoning of past turns), the change is ignored.
+    unchanged, and only the new part is tokenized: all messages are rendered with a mark in place of the last answer,
+    and the text after the mark is appended to the generated tokens. These stay as the engine returned them. The policy
+    therefore always sees exactly the tokens on which it is trained. If the template would now render an earlier turn
+    differently (for example without the reasoning of past turns), the change is ignored.
     """
 
     def __init__(self, renderer: PromptRenderer, question: ChatRequest, room: int | None = None) -> None:
@@ -88,16 +88,16 @@ class Dialogue:
 
     @property
     def length(self) -> int:
-        """Number of tokens after the first request."""
+        """Number of tokens after those of the first request: answers and later messages."""
         return len(self._whole.token_ids)
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """All tokens."""
+        """All tokens of the conversation, including the first request."""
         return self.before + self._whole.token_ids
 
     def goes_on(self, question: ChatRequest) -> bool:
-        """Whether the request contains the conversation so far, and more."""
+        """Whether the request continues the conversation: it contains all messages so far, and more."""
         said = len(self._messages)
         return (
             question.tools == self._tools
@@ -106,7 +106,7 @@ class Dialogue:
         )
 
     def changed(self, question: ChatRequest) -> str:
-        """How the request differs from the conversation so far, for messages."""
+        """Say in a few words how the request differs from the conversation so far, for the error message."""
         if question.tools != self._tools:
             return "its tools differ"
         for number, (one, other) in enumerate(zip(question.messages, self._messages, strict=False)):
@@ -139,7 +139,7 @@ class Dialogue:
         self._messages = (*question.messages, parse_message(answer, len(question.messages)))
 
     def text_of(self, sample: Sample, shown: DialogueDelta) -> str:
-        """Text of `sample` after the new part."""
+        """Decode `sample`, which was generated after the new part `shown`."""
         return decode_suffix(sample.token_ids, self.token_ids + shown.ids, self._renderer)
 
     def sample(self, finish_reason: FinishReason) -> Sample:
@@ -163,13 +163,15 @@ class Dialogue:
 
 
 OVER = 429
-"""Status of a request beyond a limit."""
+"""HTTP status of a request beyond a limit of the response."""
 
 _TOO_LONG = "with this request the response exceeds {} tokens (agent.max_tokens)"
 
 Say = Callable[[tuple[int, ...], int, tuple[str, ...], int], Awaitable[Sample]]
-"""Generates an answer: to these tokens, at most this many new tokens, with these stop texts, after this many generated
-tokens.
+"""Generates an answer with an engine.
+
+Arguments: the tokens so far, the maximum number of new tokens, the stop texts, and the number of tokens that the policy
+has already generated for this response.
 """
 
 
@@ -177,8 +179,8 @@ tokens.
 class DialogueLimits:
     """Limits of one response.
 
-    `own`: generated tokens; `room`: all tokens after the first request; `context`: context length of the model;
-    `own_s`: seconds of the agent's own time.
+    `turns`: answers of the policy. `own`: generated tokens. `room`: all tokens after the first request. `context`:
+    context length of the model. `own_s`: seconds of the agent's own time, without the time of the policy.
     """
 
     turns: int
@@ -189,7 +191,7 @@ class DialogueLimits:
 
 
 class AgentSession:
-    """One response of an agent. Belongs to one event loop."""
+    """The policy's side of one response of an agent: answers requests, enforces limits. Belongs to one event loop."""
 
     def __init__(
         self,
@@ -204,8 +206,10 @@ class AgentSession:
         name: str = "",
         refused: Callable[[AgentRequestRefused], None] = lambda why: None,
     ) -> None:
-        """`restarts`: `history: last`; `stop`: stop texts of the job; `name`: prefix of completion ids; `refused` is
-        called for refused requests.
+        """`say` generates an answer with an engine. `rules`: what requests may ask for. `stop`: stop texts of the job.
+
+        `restarts`: whether a request may start a new conversation (`agent.history: last`). `name`: prefix of
+        completion ids. `refused` is called with each refusal that is not due to a limit.
         """
         self._renderer, self._say, self._rules, self._limits, self._clock = renderer, say, rules, limits, clock
         self._restarts, self._stop, self._name, self._refused = restarts, stop, name, refused
@@ -216,12 +220,15 @@ class AgentSession:
         self._changed = asyncio.Event()
         self._own_s, self._since = 0.0, clock.monotonic()
         self.cut = False
-        """Whether a limit was reached."""
+        """Whether a limit was reached, so that the response counts as truncated."""
         self.failed: GcoreError | None = None
         """An error that is not the agent's fault and ends the response."""
 
     async def complete(self, raw: bytes, *, again: bool = False) -> tuple[ChatRequest, ChatCompletion]:
-        """Answer a request body. `again`: the client marks it as a retry. Raises AgentRequestRefused."""
+        """Answer a request with the body `raw`; returns the parsed request and the answer. Raises AgentRequestRefused.
+
+        `again`: the client marks the request as a retry; if it equals the last one, it gets the same answer.
+        """
         if self._asking:
             raise self._note_refusal(
                 AgentRequestRefused(
@@ -240,7 +247,7 @@ class AgentSession:
             self._turn_clock(asking=False)
 
     def start(self) -> None:
-        """Start the agent's time."""
+        """Start to measure the agent's own time, at the moment when it gets a process."""
         self._own_s, self._since = 0.0, self._clock.monotonic()
 
     async def watch(self) -> NoReturn:
@@ -268,7 +275,7 @@ class AgentSession:
         return self._dialogue is not None
 
     def sample(self) -> Sample:
-        """The response. Needs at least one answer."""
+        """Return the last conversation as a training sample. Needs at least one answer."""
         assert self._dialogue is not None
         reason: FinishReason = "length" if self.cut else "stop"
         return self._dialogue.sample(reason)
@@ -298,7 +305,7 @@ class AgentSession:
         return self._last
 
     def _placed(self, question: ChatRequest) -> tuple[Dialogue, DialogueDelta]:
-        """The conversation that the request belongs to, and its new part.
+        """Return the conversation that the request continues or begins, and the request's new part.
 
         Raises AgentRequestRefused. Changes no state, because it may run in a thread.
         """
@@ -368,6 +375,6 @@ def _over(why: str) -> AgentRequestRefused:
 
 
 def _until(text: str, stop: tuple[str, ...]) -> tuple[str, bool]:
-    """`text` before the first stop text, and whether there is one."""
+    """Cut `text` before its first stop text; also return whether it contains one."""
     ends = [at for one in stop if (at := text.find(one)) >= 0]
     return (text[: min(ends)], True) if ends else (text, False)

@@ -1,5 +1,5 @@
 """Multi-turn responses in an environment: tools, observations, rewards.
 
-`api` is the plug-in interface, `episode` runs one response, `tools` parses tool calls, `pool` runs tools in their own
-processes (`__main__`).
+Read `api` first: the plug-in interface. `episode` runs one response, `tools` parses tool calls, and `pool` runs tools
+in processes of their own (`__main__`).
 """

@@ -17,18 +17,21 @@ from gcore.worker.sandbox.child import serve_calls
 
 
 def main() -> None:
-    """Run the process."""
+    """Load the tools, then run the controller's calls until it closes the connection."""
     serve_calls(load_tools)
 
 
 def load_tools(setup: dict[str, Any]) -> Callable[[list[str]], dict[str, Any]]:
-    """Load the tools of `setup`; returns the function that calls one. Raises PluginFault."""
+    """Load the tools of `setup`; returns the function that calls one: [NAME, ARGUMENT] to the answer.
+
+    Raises PluginFault.
+    """
     tools = {name: find_tool(name) for name in setup["tools"]}
     return lambda call: call_tool(tools[call[0]], *call)
 
 
 def call_tool(tool: Tool, name: str, argument: str) -> dict[str, Any]:
-    """Call a tool; returns its result or its error."""
+    """Call a tool; returns the answer for the controller: its result or its error."""
     try:
         said: object = tool(argument)
     except BadArgument as error:

@@ -1,4 +1,4 @@
-"""Interface of environment plug-ins.
+"""Interface of environment plug-ins: user code that observes the model's turns and answers them.
 
 An environment is created for each response from a `Setting`. gcore calls `reset` before the model's first turn and
 `step` after each turn. The observation is appended to the response after the model's tokens, and the model continues
@@ -28,11 +28,14 @@ from gcore.types import LARGEST_REWARD, FinishReason
 Message = Mapping[str, Any]
 
 ENVIRONMENT = "environment"
-"""Name of the reward part from the environment, and of the reward that returns it."""
+"""Name of the reward part that an environment returned, and of the built-in reward that uses this part."""
 
 
 class EnvironmentFault(TracedError):
-    """An environment, or a result of it, is invalid. `trace`: the traceback of its own code, or empty."""
+    """An environment failed: it raised, timed out, or returned an invalid result.
+
+    `trace`: the traceback of its own code, or empty.
+    """
 
 
 class BadArgument(ValueError):
@@ -47,7 +50,7 @@ class Turn:
     tokens: int
     finish_reason: FinishReason
     number: int
-    """Counts from 1."""
+    """Number of the turn in its response, from 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +73,7 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """Result of a tool. `failed`: the tool failed, and the text says why."""
+    """Text that a tool returned. `failed`: the tool failed, and the text says why."""
 
     text: str
     failed: bool = False
@@ -81,7 +84,7 @@ class Tools(Protocol):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """In the order of the spec."""
+        """Names of the tools, in the order of the spec."""
         ...
 
     async def call(self, name: str, argument: str) -> Said:
@@ -91,12 +94,12 @@ class Tools(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Input of an environment."""
+    """What an environment gets when it is created for one response."""
 
     options: Mapping[str, Any]
-    """`environment.options`."""
+    """The options in the spec, `environment.options`."""
     fields: Mapping[str, Any]
-    """The prompt's entry."""
+    """The prompt's entry (its row of the data)."""
     seed: int
     """Seed of this response; 63 bits."""
     tools: Tools
@@ -105,7 +108,10 @@ class Setting:
 
 
 class Environment(Protocol):
-    """The environment of one response. It may have `stop`: texts that end a turn of the model, and remain in it."""
+    """The environment of one response.
+
+    It may have the attribute `stop`: texts that end a turn of the model. They remain in the turn.
+    """
 
     async def reset(self) -> Observation:
         """Observation before the first turn, usually empty, because the model has seen the prompt."""
@@ -121,11 +127,13 @@ class Environment(Protocol):
 
 
 EnvironmentMaker = Callable[[Setting], Environment]
-"""An entry point in `gcore.environments`, usually the class itself. Raises EnvironmentFault for invalid options."""
+"""Creates an environment: the target of an entry point in `gcore.environments`, usually the class itself.
+
+Raises EnvironmentFault for invalid options."""
 
 
 def stop_of(environment: Environment) -> tuple[str, ...]:
-    """Texts that end a turn. Raises EnvironmentFault for other values."""
+    """Read the environment's attribute `stop`. Raises EnvironmentFault unless it is a sequence of non-empty texts."""
     found = getattr(environment, "stop", ())
     if isinstance(found, str) or not all(isinstance(one, str) and one for one in found):
         raise EnvironmentFault(
@@ -141,7 +149,7 @@ METHODS = ("reset", "step", "close")
 """Methods that every environment must have."""
 
 Tool = Callable[[str], str]
-"""Maps a text (or JSON) to a text."""
+"""A tool: a function from the model's argument (text or JSON) to a text for the model."""
 
 
 def find_environment(name: str) -> EnvironmentMaker:
@@ -160,7 +168,7 @@ def find_tool(name: str) -> Tool:
 
 
 class CheckedEnvironment:
-    """An environment with checked results, because it is foreign code.
+    """Wraps an environment and checks its results, because it is foreign code.
 
     An exception, a result of another type or a reward that is not a number becomes an EnvironmentFault. Otherwise only
     cancellation and the PluginFault of a missing tool are raised. The caller (`episode`) enforces timeouts.

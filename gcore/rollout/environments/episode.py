@@ -1,4 +1,6 @@
-"""One response with an environment: turn after turn, until it is done or reaches a limit. The caller passes the engine.
+"""Runs one response with an environment, turn by turn, until the environment ends it or it reaches a limit.
+
+The caller passes the function that generates a turn.
 
     limits       `environment.max_turns`; the policy's own tokens (`max_new_tokens`); all tokens (`environment.max_tokens`).
                  A response that reaches a limit ends after its current turn, as truncated
@@ -29,7 +31,7 @@ from gcore.system.concurrency import Pausable, TaskHung, wait_within
 from gcore.types import FinishReason, Range, Sample, Version, VersionSpan
 
 if TYPE_CHECKING:
-    from gcore.data.renderer import PromptRenderer  # who only shows a response needs no templates
+    from gcore.data.renderer import PromptRenderer  # code that only displays a response needs no templates
 
 TOLD = ("⟦", "⟧")
 """Marks around observed text in displayed responses."""
@@ -63,11 +65,11 @@ class Transcript:
 
     @property
     def own_tokens(self) -> int:
-        """Number of tokens that the model generated."""
+        """Number of tokens that the model generated, without observations."""
         return len(self.token_ids) - sum(end - start for start, end in self._observed)
 
     def turn(self, sample: Sample, text: str) -> None:
-        """Append a turn: `sample`, which decodes to `text`, with at least one token."""
+        """Append a turn of the model: `sample`, which has at least one token and decodes to `text`."""
         before = len(self.token_ids)
         if before and not self._spans:  # observations before the first turn get its version
             self._made(sample.spans[0].version, 0, before)
@@ -79,7 +81,7 @@ class Transcript:
         self.turns += 1
 
     def observe(self, token_ids: tuple[int, ...], text: str) -> None:
-        """Append an observation."""
+        """Append an observation: text of a tool or environment, which is never trained."""
         if not token_ids:
             return
         before, letters = len(self.token_ids), len(self.text)
@@ -114,7 +116,7 @@ class Transcript:
 
 
 def _extend(ranges: list[Range], start: int, end: int) -> None:
-    """Append a range, merged with an adjacent one."""
+    """Append a range of positions, merged with the last one if they touch."""
     if ranges and ranges[-1][1] == start:
         start, _ = ranges.pop()
     ranges.append((start, end))
@@ -125,7 +127,9 @@ T = TypeVar("T")
 
 
 Say = Callable[[tuple[int, ...], int, int], Awaitable[Sample]]
-"""Generates one turn after the response so far: its tokens, the maximum number of new tokens, the number of the turn.
+"""Generates one turn with an engine.
+
+Arguments: the response's tokens so far, the maximum number of new tokens, and the number of the turn.
 """
 
 
@@ -133,7 +137,8 @@ Say = Callable[[tuple[int, ...], int, int], Awaitable[Sample]]
 class EpisodeLimits:
     """Limits of one response.
 
-    `own`: generated tokens; `room`: all tokens; `step_s`: timeout of the environment in seconds.
+    `turns`: turns of the model. `own`: generated tokens. `room`: generated and observed tokens. `step_s`: timeout of
+    each call to the environment, in seconds.
     """
 
     turns: int
@@ -144,10 +149,10 @@ class EpisodeLimits:
 
 @dataclass(frozen=True, slots=True)
 class EpisodeSetting:
-    """Context of a response.
+    """What `play_episode` needs besides the environment and the engine.
 
-    `prompt_ids`: the prompt; `fields`: its entry; `hold`: stops the environment's timeout while it waits for a tool
-    process.
+    `prompt_ids`: tokens of the prompt. `fields`: its entry. `hold`: stops the environment's timeout while it waits for
+    a tool process.
     """
 
     prompt_ids: tuple[int, ...]
@@ -159,9 +164,10 @@ class EpisodeSetting:
 
 
 async def play_episode(environment: CheckedEnvironment, say: Say, scene: EpisodeSetting) -> Sample:
-    """Run the whole response; the environment's reward becomes its reward part `environment`.
+    """Run a whole response and return it as a training sample.
 
-    Finish reason "abort": the engine aborted it. Raises EnvironmentFault, and what `say` raises.
+    The environment's reward becomes its reward part `environment`. Finish reason "length": it reached a limit; "abort":
+    the engine aborted it. Raises EnvironmentFault, and what `say` raises.
     """
     try:
         return await _played(environment, say, scene)
@@ -207,13 +213,16 @@ def _worth(sample: Sample, reward: float | None) -> Sample:
 
 
 Shown = tuple[tuple[int, ...], str]
-"""Tokens and text of an observation."""
+"""An observation as tokens and as text."""
 
 
 async def _encoded(
     found: Observation, whole: Transcript, scene: EpisodeSetting, *, said: tuple[int, ...]
 ) -> Shown | None:
-    """Tokenize an observation, a long one in a thread. None if it is far too long."""
+    """Render and tokenize an observation, a long one in a thread. None if it is far too long for the response.
+
+    `said`: tokens of the model's last turn.
+    """
     before, room = whole.token_ids, scene.limits.room - len(whole.token_ids)
     try:
         return await run_by_size(_characters(found), lambda: _shown(found, before, room, scene, said=said))
@@ -241,7 +250,7 @@ def _characters(found: Observation) -> int:
 
 
 def decode_suffix(ids: Sequence[int], before: Sequence[int], renderer: PromptRenderer) -> str:
-    """Text of `ids` after `before`, because some tokenizers drop a space at the start of decoded text."""
+    """Decode `ids` as the continuation of `before`, because some tokenizers drop a space at the start of decoded text."""
     near = tuple(before[-16:])
     begin, both = renderer.decode(near), renderer.decode((*near, *ids))
     return both.removeprefix(begin) if both.startswith(begin) else renderer.decode(ids)

@@ -1,4 +1,4 @@
-"""Process pool for tools on one controller, with handling of tools that hang, die or raise.
+"""Process pool that runs a job's tools on one controller, and handles tools that hang, crash or raise.
 
 Tools are foreign code that processes model output, so they do not run in the controller. A few processes
 (`environment.tools.workers`) run one call each. Waiting for a free process does not count as the environment's time. If
@@ -44,14 +44,16 @@ FaultReporter = Callable[[str, str], None]
 
 
 class ToolPool:
-    """Implements `gcore.rollout.environments.api.Tools`. Belongs to one event loop; close it after use."""
+    """Runs tools in a process pool (`gcore.rollout.environments.api.Tools`). Belongs to one event loop; close it after
+    use.
+    """
 
     def __init__(
         self, spec: ToolsSpec, clock: Clock, on_fault: FaultReporter = lambda what, trace: None, group: str = ""
     ) -> None:
         """`on_fault` is called for every failure; the callee removes duplicates.
 
-        `group`: the control group of the processes.
+        `group`: folder of the control group (cgroup) of the processes; empty: that of this process.
         """
         self._spec = spec
         self._called = spec.called
@@ -65,16 +67,21 @@ class ToolPool:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """In the order of the spec."""
+        """Names of the tools, in the order of the spec."""
         return tuple(self._called)
 
     async def warm(self) -> None:
-        """Start one process. Raises PluginFault for a tool that cannot be loaded, CannotStart."""
+        """Start one process. Raises PluginFault for a tool that cannot be loaded, CannotStart if no process can be
+        started.
+        """
         if self._spec.names:
             await self._crew.warm()
 
     def within(self, holding: Holding) -> Tools:
-        """The same tools for one response, which waits for a process within `holding()`."""
+        """Return the same tools for one response, whose waits for a free process happen within the context `holding()`.
+
+        The caller stops the environment's timeout in that context.
+        """
         same = copy.copy(self)
         same._holding = holding
         return same
@@ -103,7 +110,7 @@ class ToolPool:
 
     @property
     def waits(self) -> PoolStatus:
-        """Calls that wait for a process, and number of calls served."""
+        """Number of calls that wait for a process, and of those served so far."""
         return self._crew.waits
 
     async def close(self) -> None:

@@ -26,7 +26,7 @@ LONGEST_RESULT = 2000
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A tool call of a model. `problem`: why it is invalid, or empty."""
+    """A model's call of the tool `name`. `problem`: why the call is invalid, or empty."""
 
     name: str
     argument: str
@@ -34,7 +34,7 @@ class ToolCall:
 
 
 class CallFormat(Protocol):
-    """A format of tool calls."""
+    """A format in which the model writes tool calls and reads their results."""
 
     @property
     def stop(self) -> str:
@@ -42,11 +42,11 @@ class CallFormat(Protocol):
         ...
 
     def call(self, text: str) -> ToolCall | None:
-        """The call at the end of a turn, or None."""
+        """Parse the call at the end of a turn with this text; None without a call."""
         ...
 
     def result(self, call: ToolCall, said: Said) -> Observation:
-        """Observation with the tool's result."""
+        """Format the tool's result as the observation that the model sees next."""
         ...
 
 
@@ -60,7 +60,7 @@ class TagCallFormat:
     before: str = ""
     after: str = ""
     failed: str | None = None
-    """Text for a failed tool, for a model whose tokenizer has no letters; None: the reason."""
+    """Text that the model sees if the tool failed, for tokenizers without letters. None: the model sees the reason."""
 
     @property
     def stop(self) -> str:
@@ -68,19 +68,19 @@ class TagCallFormat:
         return self.close
 
     def call(self, text: str) -> ToolCall | None:
-        """The text between the last opening tag and the closing one."""
+        """Return the text between the last opening tag and the closing one as the call's argument; None without a call."""
         inner = _between(text, self.open, self.close)
         return None if inner is None else ToolCall(self.tool, inner)
 
     def result(self, call: ToolCall, said: Said) -> Observation:
-        """The result between two tags, after the call."""
+        """Put the result between the texts `before` and `after`."""
         text = self.failed if said.failed and self.failed is not None else said.text[:LONGEST_RESULT]
         return Observation(f"{self.before}{text}{self.after}")
 
 
 @dataclass(frozen=True, slots=True)
 class JsonCallFormat:
-    """Calls of any tool as JSON."""
+    """Calls of any of `tools` as JSON. `chat`: results are messages, rendered by the chat template."""
 
     tools: tuple[str, ...]
     chat: bool
@@ -93,7 +93,7 @@ class JsonCallFormat:
         return self.close
 
     def call(self, text: str) -> ToolCall | None:
-        """Name and arguments. A single text argument is passed as text, other arguments as JSON."""
+        """Parse the JSON of a call. A single text argument is passed to the tool as text, other arguments as JSON."""
         inner = _between(text, self.open, self.close)
         if inner is None:
             return None
@@ -109,7 +109,7 @@ class JsonCallFormat:
         return ToolCall(name, _argument(tree.get("arguments", {})))
 
     def result(self, call: ToolCall, said: Said) -> Observation:
-        """The result as a message of the tool."""
+        """Format the result as a message with the role `tool`, or within `<tool_response>` if prompts are plain text."""
         text = said.text[:LONGEST_RESULT]
         if self.chat:
             return Observation(messages=({"role": "tool", "name": call.name or "tool", "content": text},))
@@ -117,7 +117,10 @@ class JsonCallFormat:
 
 
 def call_format(options: Mapping[str, Any], tools: tuple[str, ...], *, chat: bool) -> CallFormat:
-    """The format in the options of the environment `tools`. Raises EnvironmentFault."""
+    """Create the call format from the options of the environment `tools`. Raises EnvironmentFault for invalid ones.
+
+    `tools`: names of the tools. `chat`: whether prompts use a chat template.
+    """
     form = options.get("form", "json")
     known = {"tags": ("open", "close", "before", "after", "failed"), "json": ()}
     if form not in known:
@@ -184,11 +187,11 @@ class ToolEnvironment:
         self.stop = (self._form.stop,)
 
     async def reset(self) -> Observation:
-        """Empty: the model has seen the prompt."""
+        """Return an empty observation, because the model has seen the prompt."""
         return Observation()
 
     async def step(self, turn: Turn) -> Observation | Done:
-        """Result of the tool if the turn ends with a call, else the end."""
+        """Run the tool and return its result if the turn ends with a call; otherwise end the response."""
         call = self._form.call(turn.text) if turn.finish_reason == "stop" else None
         if call is None:
             return Done()
@@ -207,7 +210,7 @@ _LARGEST = 10**MOST_DIGITS
 
 
 class NoSum(BadArgument):
-    """The text is not a sum that can be computed; the message, which the model gets, says why."""
+    """The argument of `calculator` is not a sum that can be computed. The model gets the message, which says why."""
 
 
 def calculator(argument: str) -> str:
