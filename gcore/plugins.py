@@ -9,7 +9,7 @@ On a local cluster a plug-in may also be a file: `reward.py:score` in place of a
 name. `resolve_plugin_files` makes the paths absolute, relative to the spec's folder. A controller copies each file into the run's folder, as
 `code/DIGEST/reward.py`, and the stored spec names the copy. `load_plugin_file` rejects a copy whose bytes do not have this digest.
 
-This module does not know what a kind of plug-in takes or returns.
+This module does not know the parameters and results of the kinds of plug-ins.
 """
 
 from __future__ import annotations
@@ -35,21 +35,27 @@ from typing import Any
 from gcore.errors import GcoreError, SpecError, TracedError, did_you_mean
 
 MAX_SENTENCE = 500
-"""Most characters of an error's text in sentences, records and pipes. Some errors put a whole page into one line."""
+"""Maximum number of characters of a plug-in error's text in messages, because some errors have a whole page in one
+line.
+"""
 
 MAX_TRACE = 4000
-"""Characters of a traceback to keep, from its end, where the error is."""
+"""Maximum number of characters of a traceback. The end is kept, because the error is there."""
 
 RAISED = (Exception, SystemExit)
-"""What plug-ins raise. sys.exit in a plug-in ends the plug-in, not the controller that runs it."""
+"""Exceptions to catch from plug-in code. They include SystemExit, because sys.exit in a plug-in must not end the controller
+that runs it."""
 
 _OURS = ("gcore", "controllers", "placement", "importlib", "asyncio")
-"""Packages whose frames precede a plug-in's own."""
+"""Packages whose frames are left out of a plug-in's traceback."""
 
 
 @dataclass(frozen=True, slots=True)
 class PluginKind:
-    """`noun`: name in sentences. `group`: entry-point group. `where`: the spec key that names a plug-in."""
+    """A kind of plug-in, such as rewards. `noun`: its name in messages. `group`: its entry-point group.
+
+    `where`: the spec key that names a plug-in of this kind.
+    """
 
     noun: str
     group: str
@@ -61,7 +67,7 @@ class PluginFault(TracedError, SpecError):
 
 
 def find_plugin(kind: PluginKind, name: str) -> Callable[..., Any]:
-    """Load the entry point `name` of this kind. Raises PluginFault."""
+    """Load the plug-in `name` of this kind, from its entry point or from its file. Raises PluginFault."""
     if (file := parse_plugin_file(name)) is not None:
         return _loaded_file(kind, file)
     known = entry_points(group=kind.group)
@@ -79,7 +85,10 @@ def find_plugin(kind: PluginKind, name: str) -> Callable[..., Any]:
 
 
 def check_plugin(kind: PluginKind, name: str) -> None:
-    """Check that an entry point `name` of this kind exists, without loading it; a plug-in file is loaded. Raises PluginFault."""
+    """Check that the plug-in `name` of this kind exists. An entry point is not loaded, but a plug-in file is.
+
+    Raises PluginFault.
+    """
     if (file := parse_plugin_file(name)) is not None:
         _loaded_file(kind, file)
         return
@@ -99,9 +108,9 @@ def error_sentence(error: BaseException) -> str:
 
 
 def plugin_trace(error: BaseException | None) -> str:
-    """Return the traceback of the plug-in's own code, from `error` or its cause. Empty if there is none.
+    """Return the traceback of the plug-in's own code, from `error` or its cause; empty without plug-in code.
 
-    Keeps the last MAX_TRACE characters.
+    It has at most MAX_TRACE characters; the start is cut off.
     """
     if error is None:
         return ""
@@ -169,7 +178,7 @@ def _place_of(error: BaseException) -> str:
 
 
 def _theirs(trace: TracebackType | None) -> TracebackType | None:
-    """Return the part from the first frame outside gcore and Python's import system; all of it if there is none."""
+    """Return the traceback from the first frame of the plug-in's own code on; the whole one if none of it ran."""
     frame = trace
     while frame is not None and _is_ours(frame):
         frame = frame.tb_next
@@ -181,21 +190,21 @@ def _is_ours(frame: TracebackType) -> bool:
 
 
 MOST_FILE_BYTES = 1 << 20
-"""Size of a plug-in file."""
+"""Maximum size of a plug-in file in bytes."""
 
 CODE_FOLDER = "code"
-"""In the folder of a run."""
+"""Name of the folder for copies of plug-in files, in the run folder of a job."""
 
 _REFERENCE = re.compile(r"(?P<path>[^\0\n]*[^/\0\n]\.py):(?P<name>[A-Za-z_]\w*)")
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 
 SINGLE_NAMES = ("name", "advantage", "loss", "policy", "curriculum", "parser")
-"""Keys of a spec whose value names a plug-in; `names` has a list of them."""
+"""Keys of a spec whose value names one plug-in. The key `names` has a list of names."""
 
 
 @dataclass(frozen=True, slots=True)
 class PluginFile:
-    """A function in a file."""
+    """A plug-in in a file: the function `name` in the Python file `path`."""
 
     path: Path
     name: str
@@ -205,19 +214,23 @@ class PluginFile:
 
 
 def parse_plugin_file(reference: str) -> PluginFile | None:
-    """`FILE.py:NAME` as a file and a name; None for the name of an installed plug-in."""
+    """Parse a reference `FILE.py:NAME`; None if it is the name of an installed plug-in instead."""
     found = _REFERENCE.fullmatch(reference)
     return None if found is None else PluginFile(Path(found["path"]), found["name"])
 
 
 def short_name(reference: str) -> str:
-    """The name of a plug-in, or the name of the function of a plug-in file."""
+    """Shorten a reference for messages: the function's name for a plug-in file, otherwise the plug-in's name."""
     file = parse_plugin_file(reference)
     return reference if file is None else file.name
 
 
 def replace_plugin_files(tree: Any, change: Callable[[PluginFile, str], str], where: str = "") -> Any:
-    """A spec with each reference to a plug-in file replaced by `change(file, dotted key)`. A key `file` becomes the key `name`."""
+    """Return the spec `tree` with each reference to a plug-in file replaced by `change(file, dotted key)`.
+
+    A key `file` becomes the key `name`. `where`: dotted key of `tree` itself. Raises SpecError for a plug-in with both
+    keys.
+    """
     if isinstance(tree, list | tuple):
         return [_replaced(one, change, f"{where}.{number}", "") for number, one in enumerate(tree)]
     if not isinstance(tree, dict):
@@ -245,8 +258,11 @@ def _replaced(value: Any, change: Callable[[PluginFile, str], str], where: str, 
 
 
 def resolve_plugin_files(tree: Any, base: Path | None) -> Any:
-    """A spec with the paths of its plug-in files absolute. `base`: the folder of the spec, whose files are then checked, but not run; None if
-    the paths are absolute already. Raises SpecError."""
+    """Return the spec `tree` with absolute paths of its plug-in files. Raises SpecError.
+
+    `base`: the folder of the spec. Relative paths start there, and the files are checked, but not run. None: the paths
+    are absolute already, and the files are not checked.
+    """
 
     def resolve(file: PluginFile, where: str) -> str:
         path = ((base or Path("/")) / file.path.expanduser()).resolve()
@@ -258,7 +274,7 @@ def resolve_plugin_files(tree: Any, base: Path | None) -> Any:
 
 
 def plugin_files(tree: Any) -> list[tuple[str, PluginFile]]:
-    """The plug-in files that a spec names, each with the dotted key that names it."""
+    """List the plug-in files in the spec `tree`, each with the dotted key that names it."""
     found: list[tuple[str, PluginFile]] = []
 
     def note(file: PluginFile, where: str) -> str:
@@ -270,7 +286,10 @@ def plugin_files(tree: Any) -> list[tuple[str, PluginFile]]:
 
 
 def read_plugin_file(path: Path, where: str) -> bytes:
-    """Read a file that belongs to the user of this process and that no other user can write. Raises SpecError."""
+    """Read a plug-in file and check its syntax. `where`: the spec key that names it.
+
+    Raises SpecError, also if the file belongs to another user or other users can write it.
+    """
     try:
         with path.open("rb") as file:
             status = os.fstat(file.fileno())
@@ -309,17 +328,20 @@ def _check_syntax(data: bytes, path: Path, where: str) -> None:
 
 
 def file_digest(data: bytes) -> str:
-    """BLAKE2b of a plug-in file; 32 hex digits."""
+    """BLAKE2b hash of the bytes of a plug-in file; 32 hex digits."""
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
 def copied_file(folder: Path, data: bytes, name: str) -> Path:
-    """Where a file of that name with these bytes lies below `folder`."""
+    """Path of the copy of a plug-in file with this name and content, below the run folder `folder`."""
     return folder / CODE_FOLDER / file_digest(data) / name
 
 
 def portable_reference(reference: str) -> str:
-    """A reference to a copy without the folder that the copy lies in, so that two copies of the same bytes compare equal."""
+    """Shorten a reference to a copied plug-in file to DIGEST/FILE.py:NAME, so that copies in two run folders compare equal.
+
+    Other references are returned unchanged.
+    """
     file = parse_plugin_file(reference)
     if file is None or _DIGEST.fullmatch(file.path.parent.name) is None:
         return reference
@@ -327,7 +349,9 @@ def portable_reference(reference: str) -> str:
 
 
 class _FileLoader(InspectLoader):
-    """Runs a module from bytes that were checked, wherever they lie now."""
+    """Import loader that runs a module from bytes that were already read and checked, instead of reading the file
+    again.
+    """
 
     def __init__(self, data: bytes, path: Path) -> None:
         self._data = data
@@ -341,8 +365,11 @@ class _FileLoader(InspectLoader):
 
 
 def load_plugin_file(file: PluginFile, where: str) -> Any:
-    """Run a file and return what it defines under the name. Raises what the file raises, and SpecError if it lacks the name, has
-    changed since its submission, or is refused by `read_plugin_file`. `where`: the key that names it."""
+    """Run a plug-in file, once per process and content, and return the object that it defines under its name.
+
+    `where`: the spec key that names the file. Raises what the file raises. Raises SpecError if the file does not define
+    the name, has changed since the job was submitted, or is refused by `read_plugin_file`.
+    """
     data = read_plugin_file(file.path, where)
     digest = file_digest(data)
     if _DIGEST.fullmatch(file.path.parent.name) and file.path.parent.name != digest:

@@ -1,4 +1,4 @@
-"""`python -m gcore.agents`: runs agent code of a job; started by a controller."""
+"""`python -m gcore.agents`: a process that runs a job's agent code; a controller starts it."""
 
 from gcore.rollout.agents.__main__ import main
 

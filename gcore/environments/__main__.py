@@ -1,4 +1,4 @@
-"""`python -m gcore.environments`: runs tools of a job; started by a controller."""
+"""`python -m gcore.environments`: a process that runs a job's tools; a controller starts it."""
 
 from gcore.rollout.environments.__main__ import main
 

@@ -1,6 +1,6 @@
 """Flows: the RL program that every controller runs on its shards.
 
-What a flow or filter plug-in needs is exported here.
+This package exports what flow and filter plug-ins need. Read `api` first.
 """
 
 from gcore.config.load import find_flow, flow

@@ -1,7 +1,7 @@
-"""The built-in flows. Every controller runs the same one; they differ in their settings and in how they produce a
-group.
+"""The built-in flows: GRPO, DAPO, PPO and others.
 
-All use the loop `train_prompts`; a custom flow may have its own.
+They differ in their settings and in how they make a group (all samples of one prompt). All use the loop
+`train_prompts`; a custom flow may have its own.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from gcore.types import Group, Outcome, Prompt
 
 
 async def train_prompts(peer: Peer, produce: Callable[[Peer, Prompt], Coroutine[Any, Any, Group | Outcome]]) -> None:
-    """Train step by step on the groups that `produce` creates from this controller's prompts."""
+    """The training loop: generate groups with `produce`, train, update the engines' weights; evaluate when it is due."""
     async for step in peer.steps():
         await peer.evaluate()  # the weights at the start of this step, if an evaluation is due
         async with step.collect() as batch:  # ends when the whole cluster has its quota
@@ -29,7 +29,7 @@ async def train_prompts(peer: Peer, produce: Callable[[Peer, Prompt], Coroutine[
 
 
 async def score_group(peer: Peer, prompt: Prompt) -> Group | Outcome:
-    """The prompt's group with rewards, or a filtered outcome."""
+    """Generate, score and filter the group of a prompt."""
     return await peer.filter(prompt, await peer.score(prompt, await peer.rollout(prompt)))
 
 
@@ -72,7 +72,7 @@ async def remax(peer: Peer) -> None:
 
 
 async def score_against_greedy(peer: Peer, prompt: Prompt) -> Group | Outcome:
-    """The prompt's samples, with the reward of its greedy response as baseline; that response is not trained."""
+    """Make the prompt's group with the reward of a greedy response as baseline. The greedy response is not trained."""
     samples, greedy = await asyncio.gather(peer.rollout(prompt), peer.rollout(prompt, samples=1, greedy=True))
     baseline = await peer.score(prompt, greedy)
     group = await peer.score(prompt, samples)
@@ -116,5 +116,5 @@ async def sft(peer: Peer) -> None:
 
 
 async def demonstrate_group(peer: Peer, prompt: Prompt) -> Group | Outcome:
-    """The prompt with its entry's answer."""
+    """Make and filter a group from the answer in the prompt's entry."""
     return await peer.filter(prompt, await peer.demonstrate(prompt))

@@ -1,4 +1,6 @@
-"""Filters: which groups are not trained, and why; found by name under the entry-point group `gcore.filters`.
+"""Filters: plug-ins that drop groups (all samples of one prompt) from training, and say why.
+
+A filter is found by name under the entry-point group `gcore.filters`.
 
 A filter gets a scored group and returns None to keep it, or the reason to drop it:
 
@@ -12,8 +14,8 @@ filtered again on another controller. If a filter raises, or returns anything bu
 that reason, and the plug-in's traceback is reported in the job's events. gcore includes `signal`, `reward_band` and
 `length`.
 
-A custom flow may create and score its groups itself. A group that cannot be trained is detected on the controller: its
-prompt fails instead of the train world.
+A custom flow may create and score its groups itself. The controller detects a group that cannot be
+trained: its prompt then fails, instead of the training processes of the whole job.
 """
 
 from __future__ import annotations
@@ -43,7 +45,8 @@ from gcore.types import (
 FILTERS = PluginKind("filter", "gcore.filters", "flow.filters")
 
 CONSTANT_REWARD_STD = 1e-6
-"""As in `gcore.train.algorithms.advantages`: such a group has zero advantages."""
+"""Standard deviation up to which a group's rewards count as equal. `gcore.train.algorithms.advantages` then computes zero
+advantages."""
 
 
 class FilterError(GcoreError):
@@ -54,23 +57,24 @@ class Filter(Protocol):
     """Decides whether a scored group is trained."""
 
     def __call__(self, group: Group, fields: Mapping[str, Any], options: Mapping[str, Option]) -> str | None:
-        """None to keep the group, else the reason.
+        """Return None to keep the group, else the reason to drop it.
 
-        `fields`: the prompt's entry. Raises FilterError, also for invalid options.
+        `fields`: the prompt's entry. `options`: the filter's options in the spec. Raises FilterError, also for invalid
+        options.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class CheckedFilter:
-    """A filter with its options and checked results."""
+    """A plug-in filter with its options from the spec; checks what the plug-in returns."""
 
     name: str
     function: Filter
     options: Mapping[str, Option]
 
     def refuses(self, group: Group, fields: Mapping[str, Any]) -> str | None:
-        """Why the group is not trained, or None. Raises only FilterError."""
+        """Return why the filter drops the group; None if it keeps it. Raises only FilterError."""
         try:
             reason: Any = self.function(group, fields, self.options)
         except FilterError:
@@ -89,12 +93,12 @@ class CheckedFilter:
 
 
 def find_filters(specs: Sequence[FilterSpec]) -> tuple[CheckedFilter, ...]:
-    """The filters of a spec, in order. Raises PluginFault, with the nearest name if there is none."""
+    """Load the filters that a spec names, in order. Raises PluginFault, with the nearest known name for an unknown one."""
     return tuple(CheckedFilter(spec.name, find_plugin(FILTERS, spec.name), spec.options) for spec in specs)
 
 
 def apply_filters(filters: Sequence[CheckedFilter], group: Group, fields: Mapping[str, Any]) -> Group | Outcome:
-    """The group, or a filtered outcome with its reason. Raises FilterError."""
+    """Return the group, or a filtered outcome with the reason of the first filter that drops it. Raises FilterError."""
     for one in filters:
         reason = one.refuses(group, fields)
         if reason is not None:
@@ -103,10 +107,10 @@ def apply_filters(filters: Sequence[CheckedFilter], group: Group, fields: Mappin
 
 
 def try_filters(filters: Sequence[CheckedFilter], samples: int, fields: Mapping[str, Any]) -> None:
-    """Apply each filter to an artificial group with rewards 0 and 1 in turn, because invalid options would fail all
-    groups.
+    """Check the filters before a job begins, because invalid options would fail all groups.
 
-    `fields`: an entry of the data. Raises PluginFault.
+    Applies each filter to an artificial group of `samples` responses with alternating rewards 0 and 1. `fields`: an
+    entry of the data. Raises PluginFault.
     """
     spans = (VersionSpan(Version(0, 0), 0, 1),)
     made = (Sample((0,), (0.0,), "", "stop", spans, reward=float(index % 2)) for index in range(samples))
@@ -125,17 +129,18 @@ def try_filters(filters: Sequence[CheckedFilter], samples: int, fields: Mapping[
 
 
 def signal(group: Group, fields: Mapping[str, Any], options: Mapping[str, Option]) -> str | None:
-    """Refuses a group whose rewards are equal up to rounding (standard deviation at most 1e-6, in float64), as DAPO
+    """Filter `signal`: drops a group whose rewards are equal up to rounding (standard deviation at most 1e-6, in float64), as DAPO
     does.
 
-    Rewards of masked samples count, because they are part of the group's baseline. A single sample has no signal.
+    Rewards of masked samples count, because they are part of the group's baseline. A group of one
+    sample is dropped.
     """
     _known(options, "signal")
     return None if has_signal(group) else "all its rewards are the same"
 
 
 def reward_band(group: Group, fields: Mapping[str, Any], options: Mapping[str, Option]) -> str | None:
-    """Refuses a group whose mean reward is below `low` or above `high`: prompts that are too hard, or known by heart.
+    """Filter `reward_band`: drops a group whose mean reward is below `low` or above `high` (prompts too hard or too easy).
 
     Options: `low`, `high`; one may be left out.
     """
@@ -148,8 +153,9 @@ def reward_band(group: Group, fields: Mapping[str, Any], options: Mapping[str, O
 
 
 def length(group: Group, fields: Mapping[str, Any], options: Mapping[str, Option]) -> str | None:
-    """Refuses a group with a response shorter than `least` or longer than `most` tokens, counting the policy's own
-    tokens.
+    """Filter `length`: drops a group with a response shorter than `least` or longer than `most` tokens.
+
+    Counts the tokens that the policy generated. Options: `least`, `most`; one may be left out.
     """
     _known(options, "length", "least", "most")
     least, most = _band(options, "length", "least", "most")
@@ -160,7 +166,7 @@ def length(group: Group, fields: Mapping[str, Any], options: Mapping[str, Option
 
 
 def has_signal(group: Group) -> bool:
-    """Whether the rewards differ by more than rounding, in float64; False for a single reward."""
+    """Whether the group's rewards differ by more than rounding, in float64; False for a single sample."""
     rewards = [float(sample.reward) for sample in group.samples]
     return len(rewards) > 1 and statistics.stdev(rewards) > CONSTANT_REWARD_STD
 
@@ -190,14 +196,15 @@ def _band(options: Mapping[str, Option], name: str, low: str, high: str) -> tupl
 
 
 WITHOUT_GROUP = tuple(kind for kind in get_args(OutcomeKind) if kind != "trained")
+"""Kinds of the outcomes that a flow may return in place of a group."""
 
 
 def check_production(result: object, ref: PromptRef) -> Group | Outcome:
-    """Check the result of producing prompt `ref`.
+    """Check what a flow's coroutine returned for the prompt `ref`.
 
     Raises SpecError unless it is the prompt's group, or an outcome without a group.
 
-    An outcome "trained" cannot be committed. A group of another prompt would leave this prompt to be sampled forever.
+    An outcome "trained" cannot be committed. After a group of another prompt, this prompt would be sampled forever.
     """
     if isinstance(result, Group):
         if result.ref == ref:
@@ -215,7 +222,7 @@ def check_production(result: object, ref: PromptRef) -> Group | Outcome:
 
 
 def untrainable_reason(group: Group, train: TrainSpec) -> str | None:
-    """Why train ranks could not train the group, or None."""
+    """Say why the train ranks (training processes) could not train the group; None if they can."""
     if not group.samples:
         return "the flow returned a group without samples"
     for index, sample in enumerate(group.samples):

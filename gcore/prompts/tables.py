@@ -1,4 +1,7 @@
-"""`python -m gcore.prompts.tables`: converts Parquet and Arrow tables; started by the process that opens the data."""
+"""`python -m gcore.prompts.tables`: a process that converts Parquet and Arrow tables of prompts.
+
+The process that opens a job's data starts it. The code is in `gcore.data.tables`.
+"""
 
 from gcore.data.tables import main
 

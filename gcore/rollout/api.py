@@ -16,7 +16,7 @@ from typing import Any, Literal, Protocol
 from gcore.types import Sample, Version
 
 PauseMode = Literal["abort", "retract", "in_place"]
-"""What a pause does with running requests: abort them, put them back into the queue, or keep them in place."""
+"""Effect of a pause on running requests: abort them, put them back into the queue, or keep them in place."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""`python -m gcore.tracking`: one experiment tracker; started by a controller."""
+"""`python -m gcore.tracking`: a process that sends metrics to one experiment tracker; a controller starts it."""
 
 from gcore.observability.tracking import main
 

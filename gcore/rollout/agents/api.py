@@ -26,7 +26,7 @@ MODEL = "policy"
 
 @dataclass(frozen=True, slots=True)
 class AgentRollout:
-    """What an agent gets for one response. `base_url` serves only this response, and stops when the agent returns."""
+    """Input of an agent for one response. `base_url` serves only this response, and stops when the agent returns."""
 
     base_url: str
     """For OpenAI clients: http://127.0.0.1:PORT/r/TOKEN/v1."""

@@ -136,7 +136,7 @@ _HALF = re.compile("[\ud800-\udfff]")
 
 @dataclass(frozen=True, slots=True)
 class SamplingRules:
-    """What a request may ask for: the values of `temperature` and `top_p` that equal the job's. Messages name the first one.
+    """Sampling parameters that a request may have: the values that equal the job's. Messages name the first value of each.
 
     `most`: maximum tokens per answer. `ignored`: fields whose values are ignored (`agent.ignore`).
     """

@@ -94,7 +94,7 @@ class Tools(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What an environment gets when it is created for one response."""
+    """Input of an environment when it is created for one response."""
 
     options: Mapping[str, Any]
     """The options in the spec, `environment.options`."""

@@ -149,7 +149,7 @@ class EpisodeLimits:
 
 @dataclass(frozen=True, slots=True)
 class EpisodeSetting:
-    """What `play_episode` needs besides the environment and the engine.
+    """Inputs of `play_episode` besides the environment and the engine.
 
     `prompt_ids`: tokens of the prompt. `fields`: its entry. `hold`: stops the environment's timeout while it waits for
     a tool process.
