@@ -47,7 +47,7 @@ RAISED = (Exception, SystemExit)
 that runs it."""
 
 _OURS = ("gcore", "controllers", "placement", "importlib", "asyncio")
-"""Packages whose frames are left out of a plug-in's traceback."""
+"""Packages whose code is not a plug-in's own; a plug-in's traceback starts after their frames."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -124,4 +124,4 @@ class Peer(Protocol):
 
 
 Flow = Callable[[Peer], Awaitable[None]]
-"""The type of a flow."""
+"""A flow: the function that every controller runs for a job."""

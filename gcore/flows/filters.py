@@ -50,11 +50,11 @@ advantages."""
 
 
 class FilterError(GcoreError):
-    """A filter failed. The prompt fails with this reason."""
+    """A filter raised an error or returned an invalid result. The prompt fails with this reason."""
 
 
 class Filter(Protocol):
-    """Decides whether a scored group is trained."""
+    """A filter plug-in: decides whether a scored group is trained."""
 
     def __call__(self, group: Group, fields: Mapping[str, Any], options: Mapping[str, Option]) -> str | None:
         """Return None to keep the group, else the reason to drop it.

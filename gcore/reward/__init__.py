@@ -1,4 +1,7 @@
-"""Rewards: rules, processes for reward code, judges; the interface of reward plug-ins."""
+"""Rewards: built-in rules, processes for reward code, judges (models that score); the interface of reward plug-ins.
+
+Read `api` first. `scorer` combines all rewards of a job, `pool` runs reward code, `rules` has the built-in rewards.
+"""
 
 from gcore.config.reward import RewardSpec
 from gcore.reward.api import Response, Reward, RewardError, RewardResult, batch_reward, find_reward

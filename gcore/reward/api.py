@@ -55,9 +55,9 @@ class Response(str):
     tokens: int | None
     """Length in tokens, including the end token; None if unknown."""
     truncated: bool
-    """Whether it reached its maximum length."""
+    """Whether the response reached its maximum length."""
     environment: float | None
-    """Reward from its environment or agent; None if there is none."""
+    """Reward that the response's environment or agent returned; None if there is none."""
 
     def __new__(
         cls, text: str, tokens: int | None = None, truncated: bool = False, environment: float | None = None
@@ -319,7 +319,7 @@ class CheckedReward:
 
 
 def refuse_unknown(spec: RewardSpec, known: Sequence[str]) -> None:
-    """Raise RewardError for an option that the reward does not have."""
+    """Raise RewardError if `reward.options` has a name that is not in `known`."""
     unknown = sorted(set(spec.options) - set(known))
     if unknown:
         raise RewardError(
@@ -328,7 +328,7 @@ def refuse_unknown(spec: RewardSpec, known: Sequence[str]) -> None:
 
 
 def word_option(spec: RewardSpec, name: str, default: str, words: Sequence[str]) -> str:
-    """Read an option that must be one of `words`. Raises RewardError."""
+    """Read the option `name` of a reward, which must be one of `words`. Raises RewardError."""
     word = spec.options.get(name, default)
     if word not in words or not isinstance(word, str):
         raise RewardError(f"reward.options.{name} is {word!r}", fix=f"Set it to one of {', '.join(words)}")
@@ -336,7 +336,9 @@ def word_option(spec: RewardSpec, name: str, default: str, words: Sequence[str])
 
 
 def number_option(spec: RewardSpec, name: str, default: float, *, least: float, whole: bool = False) -> float:
-    """Read an option that must be a finite number of at least `least`. Raises RewardError."""
+    """Read the option `name` of a reward, a finite number of at least `least`; with `whole` an integer. Raises
+    RewardError.
+    """
     number = spec.options.get(name, default)
     good = isinstance(number, int | float) and not isinstance(number, bool) and math.isfinite(number)
     if not good or float(number) < least or (whole and float(number) != int(number)):
@@ -346,7 +348,7 @@ def number_option(spec: RewardSpec, name: str, default: float, *, least: float, 
 
 
 def truth_option(spec: RewardSpec, name: str, default: bool) -> bool:
-    """Read an option that must be true or false. Raises RewardError."""
+    """Read the option `name` of a reward, which must be true or false. Raises RewardError."""
     truth = spec.options.get(name, default)
     if not isinstance(truth, bool):
         raise RewardError(f"reward.options.{name} is {truth!r}", fix="Set it to true or false")
@@ -357,9 +359,9 @@ AnswerType = type[str] | type[int] | type[float] | type[bool]
 
 
 def accepted_answers(fields: Mapping[str, Any], spec: RewardSpec, types: Sequence[AnswerType]) -> list[Any]:
-    """The expected answers: the answer field, or each item if it is a list.
+    """Read the accepted answers from the answer field of the prompt's entry: its value, or each item of a list.
 
-    Raises RewardError for other types than `types`.
+    Raises RewardError for an answer of another type than `types`, and without an answer.
     """
     answer = answer_field(fields, spec)
     answers = answer if isinstance(answer, list) else [answer]
@@ -372,7 +374,7 @@ def accepted_answers(fields: Mapping[str, Any], spec: RewardSpec, types: Sequenc
 
 
 def decimal_text(number: float) -> str:
-    """A number with all its decimal digits and without an exponent."""
+    """Write a number with all its decimal digits and without an exponent."""
     return format(Decimal(repr(number)), "f")
 
 
@@ -392,7 +394,7 @@ def _type_fix(answer: Any, spec: RewardSpec) -> str:
 
 
 def answer_field(fields: Mapping[str, Any], spec: RewardSpec) -> Any:
-    """The entry's answer field. Raises RewardError if it is missing."""
+    """Read the field of the prompt's entry that `reward.answer` names. Raises RewardError if it is missing."""
     answer = entry_value(fields, spec.answer)
     if answer is None:
         raise RewardError(

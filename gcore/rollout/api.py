@@ -75,7 +75,7 @@ WeightUpdate = FolderUpdate | BroadcastUpdate
 
 
 class Engine(Protocol):
-    """Client of one engine."""
+    """Client of one engine (an inference server)."""
 
     @property
     def base_url(self) -> str:

@@ -116,7 +116,7 @@ def _log(length: int) -> float:
 
 
 def _thinned(logs: Sequence[float]) -> tuple[float, ...]:
-    """A selection of `MOST_LOGS` values: the middles of equal parts."""
+    """Select at most `MOST_LOGS` of the sorted values, evenly spaced: the middles of parts of equal size."""
     if len(logs) <= MOST_LOGS:
         return tuple(logs)
     return tuple(logs[(2 * part + 1) * len(logs) // (2 * MOST_LOGS)] for part in range(MOST_LOGS))

@@ -96,7 +96,7 @@ class EngineTransport(httpx.AsyncBaseTransport):
             self._idle.append(_Line(line.reader, line.writer, line.protocol, now))
 
     def _take(self) -> _Line | None:
-        """The most recent idle connection that is still open."""
+        """Take the most recently used idle connection that is still open; None without one."""
         now = asyncio.get_running_loop().time()
         while self._idle:
             line = self._idle.pop()

@@ -222,7 +222,7 @@ def new_client(
             trust_env=True,
             transport=transport,
         )
-    except (ImportError, OSError, ValueError, httpx.InvalidURL) as error:  # OSError: of SSL too
+    except (ImportError, OSError, ValueError, httpx.InvalidURL) as error:  # OSError includes errors of SSL
         raise DataError(
             f"no client for judge {judge.name!r} can be created ({_without_login(str(error)) or type(error).__name__})",
             where=judge.external.url,

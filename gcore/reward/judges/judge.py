@@ -438,7 +438,7 @@ class Judge:
         Returns the start of the successful try in monotonic seconds, and its result. Raises JudgeError.
         """
         tries = 0
-        self._open += 1  # also between two tries, while it waits for the judge
+        self._open += 1  # the question stays open between two tries, while it waits for the judge
         try:
             while True:
                 tries += 1

@@ -30,10 +30,11 @@ from gcore.reward.rules import LONGEST_NUMBER, last_number
 VERDICTS = PluginKind("verdict parser", "gcore.verdicts", "verdict.parser")
 
 LONGEST_READ = 100_000
-"""Number of characters at the end of an answer that `json` searches."""
+"""Number of characters at the end of an answer that the parser `json` searches."""
 
 LONGEST_WORDS = 10_000
-"""Number of characters that `words` searches. Overlapping words make the search slow, and it blocks the controller."""
+"""Number of characters at the end of an answer that the parser `words` searches. Overlapping words make the search slow,
+and it blocks the controller."""
 
 _OUT_OF = re.compile(r"(?<=[0-9])\W{0,4}(?:/|(?<!\w)out of(?!\w))\W{0,4}[0-9][0-9,]*(?:\.[0-9]+)?\Z")
 """Text after the 8 in `8/10` and `**8** out of 10`."""
@@ -137,7 +138,10 @@ def words(answer: str, spec: VerdictSpec) -> float:
 
 
 def json_field(answer: str, spec: VerdictSpec) -> float:
-    """Verdict parser for JSON: `verdict.field` of the last JSON object in the answer, a number or a key of `words`."""
+    """Verdict parser `json`: the value of `verdict.field` in the last JSON object in the answer.
+
+    The value is a number, or a text in `verdict.words`, which gives its number.
+    """
     *_, last = (None, *_objects(answer[-LONGEST_READ:]))
     if last is None:
         raise Unreadable("it contains no JSON object")

@@ -48,7 +48,7 @@ class TokenBucket:
         return cls(rate, burst_size(rate), now)
 
     def filled(self, rate: float, now: float) -> TokenBucket:
-        """The bucket at time `now`, with the given rate from then on."""
+        """Return the bucket at time `now`, filled up to then; its rate is `rate` from then on."""
         gained = max(0.0, now - self.at) * min(rate, self.rate)
         return TokenBucket(rate, min(burst_size(rate), self.level + gained), max(now, self.at))
 
@@ -58,7 +58,7 @@ class TokenBucket:
         return 0.0 if self.level >= _WHOLE else (1.0 - self.level) / self.rate
 
     def taken(self) -> TokenBucket:
-        """The bucket after one request. Raises ValueError if the request must wait."""
+        """Return the bucket without the token of one request. Raises ValueError if the request must wait."""
         if self.wait_s > 0:
             raise ValueError(f"the next request must wait for {self.wait_s:g} s")
         return TokenBucket(self.rate, max(0.0, self.level - 1.0), self.at)
@@ -102,7 +102,7 @@ class JudgeRequestObserver(Protocol):
 
 
 class Budget(Protocol):
-    """The budget of a job: its spending on judges over all controllers."""
+    """Tracks the spending of a whole job on judges, over all controllers."""
 
     def overdrawn(self, judge: str) -> str:
         """Return why the job may not spend more on `judge`; empty if it may."""
@@ -155,7 +155,7 @@ class RateLimiter:
         clock: Clock,
         peers: Callable[[], int] = lambda: 1,
     ) -> None:
-        """`peers` returns the number of controllers that send requests, including this one; they share the rate
+        """`purse`: the job's budget. `told`: gets the waits and problems. `peers` returns the number of controllers that send requests, including this one; they share the rate
         equally.
         """
         self._judge = judge
@@ -244,7 +244,7 @@ class RateLimiter:
         self._bucket = self._bucket.taken()
 
     def _held(self) -> _Held | None:
-        """Why the next request may not be sent now, and the minimum wait; None if it may."""
+        """Return why the next request may not be sent now, and the minimum wait in seconds; None if it may be sent."""
         now = self._clock.monotonic()
         self._bucket = self._bucket.filled(self._share, now)
         if why := self._purse.overdrawn(self._judge):

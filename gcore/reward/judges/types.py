@@ -75,7 +75,9 @@ class ChatCall(Protocol):
     """
 
     async def __call__(self, question: str, seeds: Sequence[int]) -> tuple[Answer, ...]:
-        """One answer per seed. Raises JudgeAway if the judge is unavailable, JudgeError if a retry will not help."""
+        """Send the question; return one answer per seed. Raises JudgeAway if the judge is unavailable, JudgeError if a
+        retry will not help.
+        """
         ...
 
 
@@ -83,7 +85,7 @@ class ScoreCall(Protocol):
     """Sends a question to a judge of `kind: classifier`."""
 
     async def __call__(self, question: str) -> ClassifierAnswer:
-        """The number and the token count. Raises JudgeAway or JudgeError, as `ChatCall` does."""
+        """Send the question; return the score and the token count. Raises JudgeAway or JudgeError, as `ChatCall` does."""
         ...
 
 

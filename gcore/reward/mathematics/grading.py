@@ -65,7 +65,7 @@ LONGEST_NUMBER_TEXT = 2000
 
 @dataclass(frozen=True, slots=True)
 class ExpectedAnswer:
-    """An expected answer, parsed once for all responses."""
+    """An expected answer, parsed once for all responses. `plain`: its text, normalized for a comparison as text."""
 
     value: Value
     plain: str
@@ -118,7 +118,7 @@ def grade(expected: ExpectedAnswer, response: str, digits: int | None = None) ->
 
 
 def _plain(text: str) -> str:
-    """The normalized text without word marks and insignificant spaces."""
+    """Normalize a text for a comparison as text: without insignificant spaces and the marks “ ” around words."""
     return re.sub(r"(?<!\w) | (?!\w)|[.]$", "", re.sub(r"\s*[“”]\s*", "", normalize(text)))
 
 
@@ -557,7 +557,7 @@ def _check_size(expression: sympy.Expr) -> None:
 
 
 def _digits(expression: sympy.Expr) -> float:
-    """Approximate number of decimal digits before the point: an estimate without computing the number."""
+    """Estimate the number of decimal digits before the point, without computing the number."""
     if isinstance(expression, sympy.Pow):
         exponent = expression.exp
         if _digits(exponent) > 12:

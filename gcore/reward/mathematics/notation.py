@@ -277,7 +277,7 @@ def _function(match: re.Match[str]) -> str:
 
 
 def _as_text(match: re.Match[str]) -> str:
-    """Keep words as text; unwrap a single letter, a number or a formula in upright type."""
+    """Replace a LaTeX text command: words become “words”; a single letter, a number or a formula is unwrapped."""
     inner = match[1].replace("\x02", " ").replace("\\", " ")
     command = match.group().lstrip("\\")
     upright = command.startswith(("math", "bold", "bm", "rm", "operatorname"))
@@ -298,7 +298,7 @@ def _dollars(text: str) -> str:
 
 
 def _parenthesised(text: str, begin: str, brace: str) -> str:
-    """Replace the parentheses after `begin` by braces."""
+    """Replace the parentheses after the pattern `begin`, which ends with `(`, by braces; `brace` replaces the match."""
     place = 0
     pattern = re.compile(begin)
     while (match := pattern.search(text, place)) is not None:

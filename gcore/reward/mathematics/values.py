@@ -38,7 +38,8 @@ class UnreadableAnswer(ValueError):
 class Scalar:
     """A number or an expression.
 
-    `places`: decimal places of a number written as a decimal, else None. `degrees`, `percent`: its marks.
+    `places`: decimal places of a number written as a decimal, else None. `degrees`, `percent`: whether it has
+    the mark ° or %.
     """
 
     expression: sympy.Expr
@@ -179,7 +180,7 @@ _LETTERS = frozenset(["sin", "cos", "tan", "log", "exp", "max", "min", "mod", "g
 
 
 def read(text: str) -> Value:
-    """Parse LaTeX or plain text. Raises UnreadableAnswer."""
+    """Parse an answer in LaTeX or plain text into a typed value. Raises UnreadableAnswer."""
     normal = normalize(text)
     if not normal.strip(" .,;:$?"):
         raise UnreadableAnswer("the answer is empty")

@@ -300,7 +300,7 @@ class AgentPool:
         await self._crew.close()
 
     async def _said(self, process: SandboxProcess, watch: Coroutine[Any, Any, NoReturn]) -> Any:
-        """The process's result, unless `watch` raises first."""
+        """Wait for the result of the call to `process`. Raises what `watch` raises before."""
         answer, watching = asyncio.ensure_future(process.result(NEVER_S)), asyncio.ensure_future(watch)
         try:
             await asyncio.wait((answer, watching), return_when=asyncio.FIRST_COMPLETED)
@@ -312,7 +312,7 @@ class AgentPool:
 
 
 def _parse_score(said: Any) -> float | AgentFault | None:
-    """The agent's reward, or its error. Raises AgentFault for an invalid message."""
+    """Parse a process's result: the agent's reward or None, or the agent's error. Raises AgentFault for other messages."""
     match said:
         case {"reward": None}:
             return None

@@ -115,7 +115,7 @@ class Dialogue:
         return f"it has {len(question.messages)} messages, but the conversation has {len(self._messages)}"
 
     def shown(self, question: ChatRequest, room: int | None = None) -> DialogueDelta:
-        """The new part of a request that continues the conversation.
+        """Render and tokenize the new part of a request that continues the conversation.
 
         `room`: maximum number of its tokens. Raises AgentRequestRefused, TextTooLong.
         """
@@ -132,7 +132,11 @@ class Dialogue:
         return self._taken(added)
 
     def answered(self, question: ChatRequest, shown: DialogueDelta, sample: Sample, text: str, answer: Message) -> None:
-        """Record a request: the new part, the policy's `sample` with its `text`, and the `answer` sent to the agent."""
+        """Extend the conversation by an answered request.
+
+        `shown`: the request's new part. `sample`, `text`: the policy's answer as tokens and as text. `answer`: the
+        message that is sent to the agent.
+        """
         self._whole.observe(shown.ids, shown.text)
         self._whole.turn(sample, text)
         self._said = sample.token_ids
@@ -143,7 +147,7 @@ class Dialogue:
         return decode_suffix(sample.token_ids, self.token_ids + shown.ids, self._renderer)
 
     def sample(self, finish_reason: FinishReason) -> Sample:
-        """The whole conversation as a training sample. Needs at least one turn."""
+        """Return the whole conversation as a training sample. Needs at least one answer."""
         return replace(self._whole.sample(finish_reason), prompt_ids=self.before)
 
     def _first(self, question: ChatRequest, room: int | None) -> tuple[int, ...]:
@@ -247,7 +251,7 @@ class AgentSession:
             self._turn_clock(asking=False)
 
     def start(self) -> None:
-        """Start to measure the agent's own time, at the moment when it gets a process."""
+        """Start to measure the agent's own time. Called when the agent gets a process."""
         self._own_s, self._since = 0.0, self._clock.monotonic()
 
     async def watch(self) -> NoReturn:

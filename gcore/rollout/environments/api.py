@@ -80,7 +80,7 @@ class Said:
 
 
 class Tools(Protocol):
-    """The tools that the spec names."""
+    """Calls the tools that the spec names; an environment gets it as `Setting.tools`."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -114,11 +114,11 @@ class Environment(Protocol):
     """
 
     async def reset(self) -> Observation:
-        """Observation before the first turn, usually empty, because the model has seen the prompt."""
+        """Return the observation before the first turn: usually empty, because the model has seen the prompt."""
         ...
 
     async def step(self, turn: Turn) -> Observation | Done:
-        """Observation after a turn of the model, or the end."""
+        """Return the observation after a turn of the model, or Done at the end of the response."""
         ...
 
     async def close(self) -> None:
@@ -191,7 +191,7 @@ class CheckedEnvironment:
                 raise self._wrong(f"has a {method!r} that is not async", f"Write `async def {method}`")
 
     async def reset(self) -> Observation:
-        """Observation before the first turn."""
+        """Call the environment's `reset`, and check its observation."""
         shown = self._observation(await self._asked(lambda: self._environment.reset(), "in reset"), "reset")
         if shown.messages:
             raise self._wrong(
@@ -200,7 +200,7 @@ class CheckedEnvironment:
         return shown
 
     async def step(self, turn: Turn, *, chat: bool) -> Observation | Done:
-        """Observation after a turn, or the end."""
+        """Call the environment's `step` after a turn, and check its result. `chat`: whether it may return messages."""
         found = await self._asked(lambda: self._environment.step(turn), f"in step, after turn {turn.number}")
         if isinstance(found, Done):
             return self._done(found)
@@ -212,7 +212,7 @@ class CheckedEnvironment:
         return shown
 
     async def close(self) -> None:
-        """Clean up after the response."""
+        """Call the environment's `close` after the response."""
         await self._asked(lambda: self._environment.close(), "in close")
 
     async def _asked(self, ask: Callable[[], Awaitable[Any]], when: str) -> Any:

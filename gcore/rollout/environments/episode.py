@@ -38,7 +38,7 @@ TOLD = ("⟦", "⟧")
 
 
 def mark_observed(text: str, observed: Iterable[Range]) -> str:
-    """`text` with marks around the ranges that a tool or an environment produced."""
+    """Put marks around the ranges of `text` that a tool or an environment produced (`observed`, in characters)."""
     parts, at = [], 0
     for start, end in observed:
         parts += [text[at:start], TOLD[0], text[start:end], TOLD[1]]
@@ -95,7 +95,7 @@ class Transcript:
             self._made(self._spans[-1].version, before, len(self.token_ids))
 
     def sample(self, finish_reason: FinishReason) -> Sample:
-        """The whole response as a training sample. Needs at least one turn."""
+        """Return the whole response as a training sample. Needs at least one turn."""
         return Sample(
             self.token_ids,
             self.logprobs,
@@ -204,7 +204,7 @@ async def _played(environment: CheckedEnvironment, say: Say, scene: EpisodeSetti
 
 
 def _is_cut_off(whole: Transcript, shown: int, limits: EpisodeLimits) -> bool:
-    """Whether no turn may follow an observation of `shown` tokens."""
+    """Whether a limit allows no further turn after an observation of `shown` tokens."""
     return whole.turns >= limits.turns or whole.own_tokens >= limits.own or len(whole.token_ids) + shown >= limits.room
 
 
