@@ -20,10 +20,10 @@ async def train_prompts(peer: Peer, produce: Callable[[Peer, Prompt], Coroutine[
     """The training loop: generate groups with `produce`, train, update the engines' weights; evaluate when it is due."""
     async for step in peer.steps():
         await peer.evaluate()  # the weights at the start of this step, if an evaluation is due
-        async with step.collect() as batch:  # ends when the whole cluster has its quota
+        async with step.collect() as batch:  # ends when the whole cluster has the step's number of groups
             async for prompt in peer.prompts(step):  # only this controller's shards
                 batch.start(produce(peer, prompt))
-        await step.train()  # seal, transfer, train, commit
+        await step.train()  # fix the batch, send its groups to the train ranks, train, commit
         await step.publish()
     await peer.evaluate()
 

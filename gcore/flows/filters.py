@@ -129,11 +129,10 @@ def try_filters(filters: Sequence[CheckedFilter], samples: int, fields: Mapping[
 
 
 def signal(group: Group, fields: Mapping[str, Any], options: Mapping[str, Option]) -> str | None:
-    """Filter `signal`: drops a group whose rewards are equal up to rounding (standard deviation at most 1e-6, in float64), as DAPO
-    does.
+    """Filter `signal`: drops a group whose rewards are equal up to rounding, as DAPO does.
 
-    Rewards of masked samples count, because they are part of the group's baseline. A group of one
-    sample is dropped.
+    Equal means a standard deviation of at most 1e-6, in float64. Rewards of masked samples count, because they are part of
+    the group's baseline. A group of one sample is dropped.
     """
     _known(options, "signal")
     return None if has_signal(group) else "all its rewards are the same"

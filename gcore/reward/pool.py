@@ -441,7 +441,8 @@ class RewardPool:
                 took = self._clock.monotonic() - asked
                 self._first_s[call.reward] = max(took, self._first_s.get(call.reward, 0.0))
             elif (slow := self._clock.monotonic() - asked) >= LEAST_S:
-                self._note_pace(call.reward, slow / len(call.responses))  # before the batch has finished
+                # Report a slow call before its batch has finished.
+                self._note_pace(call.reward, slow / len(call.responses))
         taken = (self._clock.monotonic() - began) / len(batch)
         slot.seconds = 0.8 * slot.seconds + 0.2 * taken
         if taken < LEAST_S:

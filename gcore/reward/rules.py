@@ -45,7 +45,7 @@ LONGEST_NUMBER = 400
 
 NUMERIC_OPTIONS = ("after", "tolerance")
 
-# A sign counts if it touches the number and does not follow a number, a word or a bracket, where it subtracts.
+# A sign belongs to the number that it touches, except after a number, a word or a bracket: there it is an operator.
 # Exponents have at most three digits; larger ones would only cost time.
 _NUMBER = re.compile(
     r"(?:(?<![\w)\]])[+-])?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]{1,3}(?![0-9]))?"
@@ -116,7 +116,7 @@ def last_number(text: str) -> Decimal | None:
     end = max(map(text.rfind, "0123456789")) + 1  # after the last digit; 0 if there is none
     begin = max(0, end - LONGEST_NUMBER)
     tail = text[begin:end].replace("\u2212", "-")  # the typographic minus sign
-    # A number that begins earlier must not be read from its visible end.
+    # The searched text may begin within a number; the rest of this number is skipped.
     cut = _CUT.match(tail) if begin > 0 and text[begin - 1] in "0123456789.," else None
     matches = [match.group() for match in _NUMBER.finditer(tail, cut.end() if cut else 0)]
     return Decimal(matches[-1].replace(",", "")) if matches else None

@@ -122,7 +122,9 @@ ALMOST_S = 1e-3
 
 @dataclass(frozen=True, slots=True)
 class EngineReading:
-    """An engine's metrics at the moment `at`. `running`, `waiting`: numbers of requests; `tokens`, `requests`: totals.
+    """An engine's metrics at the moment `at`. `running`, `waiting`: current numbers of requests.
+
+    `tokens`, `requests`: tokens generated and sequences requested since the engine's start.
 
     `sums` None: the engine does not measure its time. It is then estimated from `decoding_s`, SGLang's summed
     inter-token latencies, or less precisely from `running`.
@@ -139,7 +141,7 @@ class EngineReading:
 
 @dataclass(frozen=True, slots=True)
 class EngineTime:
-    """How an engine spent the time between two readings, in seconds, and the tokens and requests that it finished in it.
+    """How an engine spent the time between two readings, in seconds. `tokens`, `requests`: generated and requested in it.
 
     Busy, idle, paused and asleep seconds add up to the time from `begin` to `end`.
     """

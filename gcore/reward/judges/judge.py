@@ -246,7 +246,8 @@ class VerdictCache(Generic[T]):
 
     async def _asked(self, key: bytes, ask: Callable[[], Awaitable[T]]) -> T:
         mine: _Asking[T] = _Asking()
-        self._under_way.setdefault(key, mine)  # after a failure several may send it; later callers wait for the first
+        # After a failure several callers may send the question; later callers wait for the first of them.
+        self._under_way.setdefault(key, mine)
         try:
             value = await ask()
             mine.end = [value]

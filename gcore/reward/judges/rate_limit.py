@@ -155,8 +155,9 @@ class RateLimiter:
         clock: Clock,
         peers: Callable[[], int] = lambda: 1,
     ) -> None:
-        """`purse`: the job's budget. `told`: gets the waits and problems. `peers` returns the number of controllers that send requests, including this one; they share the rate
-        equally.
+        """`purse`: the job's budget. `told`: gets the waits and problems.
+
+        `peers` returns the number of controllers that send requests, including this one. They share the rate equally.
         """
         self._judge = judge
         self._spec = spec

@@ -54,7 +54,7 @@ LARGEST_BITS = 1024
 """Maximum size in bits of an integer that a template computes."""
 
 SHOWN_NAMES = 8
-_TURNS, _COUNTED, _TOGETHER = "turns left", "counted", "put together"  # a template cannot contain the first as a name
+_TURNS, _COUNTED, _TOGETHER = "turns left", "counted", "put together"  # templates cannot use the first as a variable
 _MADE, _LONG, _WHOLE = "made", "as long", "with all in it"
 
 _QUICK_FILTERS = "abs count d default first float int items last length list reverse round"
@@ -241,7 +241,8 @@ class _Bounds(NodeTransformer):
 
     def visit_Tuple(self, node: nodes.Tuple) -> nodes.Node:
         self.generic_visit(node)
-        return _through(_MADE, node) if node.ctx == "load" else node  # else the names of `for a, b in ...`
+        # Another context than "load" is the target of a loop, such as `for a, b in ...`.
+        return _through(_MADE, node) if node.ctx == "load" else node
 
     def visit_Filter(self, node: nodes.Filter) -> nodes.Node:
         self.generic_visit(node)

@@ -240,7 +240,7 @@ def _latex(text: str) -> str:
     text = _dollars(text).replace(r"\%", "%").replace(r"\&", "&").replace(r"\#", "#").replace(r"\_", "_")
     text = re.sub(r"\\\(|\\\)|\\\[|\\\]", " ", text)
     text = re.sub("|".join(f"[{letter}]" for letter in _GREEK.values()), lambda match: _greek(match.group()), text)
-    for _ in range(3):  # text within text
+    for _ in range(3):  # LaTeX text commands may be nested
         text = _TEXT.sub(_as_text, text)
     text = re.sub(r"\*\*(?=[\w({\\-])(?<=[\w)}]\*\*)", "^", text)
     text = _PLAIN_FUNCTION.sub(_function, text)

@@ -571,7 +571,7 @@ def _decimal(digits: str) -> Fraction:
 
 def _based(digits: str, base: int) -> sympy.Expr | None:
     if len(digits) == 1 and digits.isalpha():
-        return None  # x_2
+        return None  # a variable with an index, such as x_2
     try:
         return sympy.Integer(int(digits, base)) if 2 <= base <= 36 else None
     except ValueError:

@@ -157,7 +157,7 @@ class AgentHttpServer:
         try:
             await asyncio.wait((answer, more), return_when=asyncio.FIRST_COMPLETED)
             if more.done() and (data := more.result()):
-                protocol.receive_data(data)  # the next request, before this one is answered
+                protocol.receive_data(data)  # the client sent its next request before the answer to this one
             elif not answer.done() and await _is_gone(answer, head, writer, protocol):
                 return None
             return await answer

@@ -71,7 +71,7 @@ class Transcript:
     def turn(self, sample: Sample, text: str) -> None:
         """Append a turn of the model: `sample`, which has at least one token and decodes to `text`."""
         before = len(self.token_ids)
-        if before and not self._spans:  # observations before the first turn get its version
+        if before and not self._spans:  # observations before the first turn get the turn's version
             self._made(sample.spans[0].version, 0, before)
         for span in sample.spans:
             self._made(span.version, span.start + before, span.end + before)
