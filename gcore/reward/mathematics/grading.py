@@ -275,11 +275,11 @@ class _Comparison:
         return self.equal(Words(option.letter), other) or self.equal(option.value, other)
 
     def _nearly(self, given: Choices) -> bool:
-        """Whether the two values that the response calls approximately equal (`\\approx`) agree to one significant digit.
+        """Whether the two values that the response calls approximately equal (`\\approx`) agree to two significant digits.
 
-        They may differ by at most half of the larger one.
+        They may differ by at most a twentieth of the larger one.
         """
-        return _Comparison(1).equal(given.values[0], given.values[-1]) or self.equal(given.values[0], given.values[-1])
+        return _Comparison(2).equal(given.values[0], given.values[-1]) or self.equal(given.values[0], given.values[-1])
 
     def _named(self, gold: Value, given: Value) -> bool:
         if isinstance(gold, Named) and isinstance(given, Named):
