@@ -2,7 +2,7 @@
 
 Group estimators need all samples of a group, and whitening needs all tokens of the step; both are spread over ranks.
 Rewards are therefore gathered first, and every rank computes the same advantages. A critic's advantages need only their
-own sample, and the critic's targets are taken before whitening. Computation is in float64; losses get float32.
+own sample, and the critic's targets are computed before whitening. Computation is in float64; losses get float32.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from gcore.train.batching import BatchIndex, MicroBatch, StepTensors
 from gcore.train.objectives import PluginAdvantage
 
 Estimate = Callable[[Tensor, Tensor], Tensor]
-"""Maps outcomes [n] float64 and group numbers [n] int64 to advantages [n]."""
+"""An advantage estimator: maps outcomes [n] float64 and group numbers [n] int64 of samples to advantages [n]."""
 
 
 class RankReductions(Protocol):
@@ -53,10 +53,12 @@ def advantages(
     targets: ValueTargets | None = None,
     own: PluginAdvantage | None = None,
 ) -> dict[BatchIndex, Tensor]:
-    """Advantages [b, 1] or [b, w] float32 by micro-batch; 0 for rows without a sample, and for supervised training.
+    """Advantages of this rank's tokens: [b, 1] or [b, w] float32 by micro-batch; 0 for rows without a sample.
 
     `penalties` [b, w] float64: amounts subtracted from each token's reward, for KL in the reward; may be empty.
-    `targets`: only with a critic; `own`: only with a user's estimator. A collective.
+    `targets`: the critic's, for `gae` only. `own`: the user's estimator, if the spec names one. All advantages are 0
+    for supervised training. A collective. Raises PluginFault for an invalid result of the user's estimator, and
+    DataError for a group without the baseline that ReMax needs.
     """
     if train.loss == "sft":
         return {place: torch.zeros_like(step.at(place).rollout_logp[:, :1]) for place in step.places()}
@@ -90,9 +92,9 @@ class ValueTargets:
 def value_targets(
     step: StepTensors, train: TrainSpec, values: Mapping[BatchIndex, Tensor], penalties: Mapping[BatchIndex, Tensor]
 ) -> ValueTargets:
-    """Advantages and returns by GAE from the values before each token [b, w]; 0 for unscored tokens.
+    """Advantages and returns by GAE, each [b, w] float64 by micro-batch; 0 for unscored tokens.
 
-    `penalties` as in `advantages`.
+    `values` [b, w]: the critic's value before each token. `penalties` as in `advantages`.
     """
     found, returns = {}, {}
     for place in step.places():
@@ -104,7 +106,10 @@ def value_targets(
 def _by_group(
     step: StepTensors, estimate: Estimate, penalties: Mapping[BatchIndex, Tensor], over_ranks: RankReductions
 ) -> dict[SampleSlot, float]:
-    """Advantage of every sample of the step; a sample's outcome is its reward minus the penalties of all its tokens."""
+    """The advantage of every sample of the step, on all ranks, from the step's outcomes.
+
+    A sample's outcome is its reward minus the penalties of all its tokens.
+    """
     every = sorted(slot for by_rank in step.work.layout.shares for share in by_rank for slot in share)
     outcomes = dict.fromkeys(every, 0.0)
     for slot in step.work.layout.of_rank(step.work.rank):
@@ -121,7 +126,7 @@ def _by_group(
 
 
 def _spread(step: StepTensors, values: Mapping[SampleSlot, float]) -> dict[BatchIndex, Tensor]:
-    """Each sample's value as a row of its micro-batch, [b, 1]."""
+    """The value of each sample of this rank as a row of its micro-batch, [b, 1] float32."""
     return {place: _rows(step.at(place), values) for place in step.places()}
 
 
@@ -131,13 +136,15 @@ def _rows(batch: MicroBatch, values: Mapping[SampleSlot, float]) -> Tensor:
 
 
 def _returns(step: StepTensors, gamma: float, penalties: Mapping[BatchIndex, Tensor]) -> dict[BatchIndex, Tensor]:
-    """Return to go of every scored token, [b, w] float64. An empty response has none."""
+    """Return to go of every scored token, [b, w] float64 by micro-batch; 0 elsewhere."""
     places = step.places()
     return {place: discounted(_token_rewards(step, place, penalties), step.at(place).scored, gamma) for place in places}
 
 
 def _token_rewards(step: StepTensors, place: BatchIndex, penalties: Mapping[BatchIndex, Tensor]) -> Tensor:
-    """Reward of each token of a micro-batch, [b, w] float64."""
+    """Reward of each token of a micro-batch, [b, w] float64: the sample's reward at its last scored token, minus
+    penalties.
+    """
     batch = step.at(place)
     mine = torch.zeros(batch.scored.shape, dtype=torch.float64, device=batch.scored.device)
     some = batch.scored.any(dim=1)
@@ -150,7 +157,7 @@ def _token_rewards(step: StepTensors, place: BatchIndex, penalties: Mapping[Batc
 
 
 def moments(step: StepTensors, values: Mapping[BatchIndex, Tensor], over_ranks: RankReductions) -> Moments:
-    """Moments of values [b, w] over the step's trained tokens on all ranks. A collective."""
+    """Count, mean and squared deviations of values [b, w] over the step's trained tokens on all ranks. A collective."""
     own = sum((Moments.of(value, step.at(place).mask) for place, value in values.items()), Moments())
     count, total = over_ranks.sum([own.count, own.mean * own.count])
     mean = total / count if count else 0.0
@@ -168,7 +175,7 @@ def _whitened(
 
 
 def _less_baseline(step: StepTensors, returns: Mapping[BatchIndex, Tensor]) -> dict[BatchIndex, Tensor]:
-    """Return to go of every scored token minus the baseline of its group, [b, w] float32."""
+    """Return to go of every scored token minus the baseline reward of its group, [b, w] float32 by micro-batch."""
     found = {}
     for place, value in returns.items():
         batch = step.at(place)

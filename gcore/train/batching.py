@@ -1,4 +1,4 @@
-"""Samples as tensors, and their log-probabilities.
+"""Converts a rank's samples of a step to tensors, and scores them: log-probabilities and entropies of their tokens.
 
 A model's input (`ModelInputs`) is either one row of sequences end to end, or rows padded on the right. With causal
 attention no real token sees the padding, so the model needs no mask. Logits are computed only where needed: for one row
@@ -8,7 +8,7 @@ Outputs are rearranged by response: one row per sample, its tokens from column 0
 layout, independent of how the model was fed.
 
 Log-probabilities are those of the temperature-scaled, untruncated softmax, in float32, as in the engines. The
-temperature is that of the sample's group.
+temperature is that of the sample's group (all samples of one prompt).
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from gcore.train.packing import CutSettings, MicroPlan, MiniBatchPlan, Packing, 
 from gcore.train.rank.feed import StepInput, TrainGroup, TrainSample
 
 PIECE = 1 << 22
-"""Number of logits that are processed together."""
+"""Number of logits that are converted to float32 at once, which bounds the additional memory."""
 
 
 def token_logprobs(
     logits: Tensor, targets: Tensor, temperature: Tensor | None, *, entropic: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Log-probability of each row's target under softmax(logits / temperature), and its entropy in nats, with little
-    memory.
+    """Log-probability of each row's target under softmax(logits / temperature), and the entropy of that softmax in
+    nats.
 
     `logits` [n, vocabulary], `targets` [n] int64, `temperature` [n] float32 or None for 1. Returns two [n], float32 (or
     float64, if the logits are). The gradient flows through the log-probabilities, and through the entropies if
     `entropic`.
 
     With a vocabulary of 150k, logits are by far the largest tensor of a step. They are stored once, in the model's
-    dtype, and float32 values are computed a few rows at a time: forward stores the logarithm of each row's sum, and
+    dtype, and float32 values are computed a few rows at a time: forward stores the log-sum-exp of each row, and
     backward recomputes the softmax from it.
     """
     if temperature is not None:
@@ -110,9 +110,11 @@ DUMMY = Rectangle(1, 2)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ModelInputs:
-    """Input of a model. `tokens` [1, t] with `positions` [1, t], or [b, t] with None: each row counts from 0.
+    """Input of a model: token ids and the places at which logits are needed.
 
-    Logits are computed for `columns` [c] int64, and of those [b·c] for `rows` [n] int64; None: for all.
+    `tokens`: packed, [1, t] with `positions` [1, t] in their sequences; or padded rows [b, t] with `positions` None.
+    Logits are computed for the columns `columns` [c] int64, which gives [b·c] rows; of these, `rows` [n] int64 are kept
+    (None: all). `rectangles`: how the tokens are split into sequences (`gcore.train.packing`).
     """
 
     tokens: Tensor
@@ -128,13 +130,16 @@ LogitsOf = Callable[[ModelInputs], Tensor]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MicroBatch:
-    """Rows are `slots`, columns the tokens of their responses, padded to w; a dummy has one row without a sample.
+    """A micro-batch of this rank: one row per sample of `slots`, columns are the tokens of its response, padded to w.
 
-    `mask` [b, w] bool: trained tokens. `scored` [b, w] bool: these, and the masked samples' tokens if they are
-    computed. Neither includes observed tokens, which are only input of the model. `rollout_logp` [b, w] float32: the
-    engine's log-probabilities, 0 for unscored tokens. `targets` [n] int64: the scored tokens; `temperature` [n] float32
-    of each (None: 1 for all); `places` [n] int64: their positions in [b·w]. If no token is scored, these still have one
-    element. `real` of the `computed` tokens belong to a sample.
+    A dummy (without samples) has one row. `mask` [b, w] bool: tokens of unmasked samples, which are trained. `scored`
+    [b, w] bool: the same, and the tokens of masked samples if they are computed. Neither includes observed tokens (tool
+    or environment output), which are only input of the model. `rollout_logp` [b, w] float32: the engine's
+    log-probabilities, 0 for unscored tokens.
+
+    By scored token, of which there is at least one (a dummy scores one token): `targets` [n] int64, its id;
+    `temperature` [n] float32 (None: 1 for all); `places` [n] int64, its position in the flattened [b·w]. `computed`:
+    number of the model's input tokens; `real`: those of them that belong to samples, not to padding.
     """
 
     slots: tuple[SampleSlot, ...]
@@ -150,12 +155,12 @@ class MicroBatch:
 
     @property
     def size(self) -> str:
-        """Size, for messages."""
+        """Size of the micro-batch in words, for error messages."""
         longest = max(one.length for one in self.inputs.rectangles)
         return f"a micro-batch of {len(self.slots)} samples, {self.computed} tokens, the longest {longest}"
 
     def spread(self, values: Tensor) -> Tensor:
-        """Values [n] of the scored tokens as [b, w], 0 elsewhere."""
+        """Arrange values [n] of the scored tokens as [b, w], 0 elsewhere."""
         flat = torch.zeros(self.mask.numel(), dtype=values.dtype, device=values.device)
         return flat.scatter(0, self.places, values).view(self.mask.shape)
 
@@ -170,7 +175,7 @@ class Scores:
 
 @dataclass(frozen=True, slots=True)
 class Feeding:
-    """How models are fed: `packing`, and `vocabulary`, the number of tokens that all of them support."""
+    """How a rank lays out tokens for its models. `vocabulary`: the number of token ids that all of the models support."""
 
     packing: Packing
     vocabulary: int
@@ -178,7 +183,10 @@ class Feeding:
 
 
 def make_batch(work: StepInput, plan: MicroPlan, feeding: Feeding) -> MicroBatch:
-    """Tensors of the plan's samples; a dummy with an empty mask for none. Raises DataError."""
+    """Convert the samples of `plan` to a micro-batch on the device; a plan without samples gives a dummy.
+
+    Raises DataError for a token outside of the model's vocabulary.
+    """
     if not plan.slots:
         return make_dummy(feeding)
     return _tensors(plan.slots, _rows(work, plan), plan.rectangles, feeding)
@@ -190,9 +198,9 @@ def make_dummy(feeding: Feeding) -> MicroBatch:
 
 
 def score_batch(logits_of: LogitsOf, batch: MicroBatch, *, entropic: bool = False) -> Scores:
-    """Log-probabilities and entropies of a micro-batch under a model. The caller enables or disables gradients.
+    """Log-probabilities and entropies of a micro-batch's scored tokens under a model, [b, w], 0 elsewhere.
 
-    `entropic`: whether the gradient also flows through the entropies.
+    The caller enables or disables gradients. `entropic`: whether the gradient also flows through the entropies.
     """
     logp, entropy = token_logprobs(logits_of(batch.inputs), batch.targets, batch.temperature, entropic=entropic)
     return Scores(batch.spread(logp), batch.spread(entropy))
@@ -276,7 +284,7 @@ def _check(tokens: NDArray[np.int64], rows: Sequence[_Row], slots: Sequence[Samp
 
 
 def _starts(rectangles: Sequence[Rectangle]) -> list[int]:
-    """Start of each row when all are laid end to end."""
+    """The offset of each row in the flat sequence of tokens when all rows are placed end to end."""
     starts, end = [], 0
     for one in rectangles:
         starts += [end + row * one.length for row in range(one.rows)]
@@ -287,7 +295,7 @@ def _starts(rectangles: Sequence[Rectangle]) -> list[int]:
 def _inputs(
     tokens: NDArray[np.int64], scored: NDArray[np.int64], rectangles: tuple[Rectangle, ...], feeding: Feeding
 ) -> ModelInputs:
-    """`tokens` [t]: rows end to end; `scored` [n]: those whose logits are needed."""
+    """Build the model's inputs. `tokens` [t]: all rows end to end. `scored` [n]: offsets whose logits are needed."""
     device = feeding.device
     flat = torch.from_numpy(tokens).to(device)
     if feeding.packing == "packed":
@@ -312,7 +320,7 @@ def _inputs(
 
 
 class BatchIndex(NamedTuple):
-    """Index of a micro-batch in the step."""
+    """Identifies a micro-batch of a step: the mini-batch (update), and the micro-batch within it."""
 
     mini_batch: int
     micro_batch: int
@@ -320,14 +328,16 @@ class BatchIndex(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepTensors:
-    """A sealed step as tensors of one rank. `batches[m][k]`: micro-batch k of mini-batch m."""
+    """One rank's samples of a sealed step as tensors. `batches[m][k]`: micro-batch k of mini-batch m; `plans[m]`: its
+    plan.
+    """
 
     work: StepInput
     plans: tuple[MiniBatchPlan, ...]
     batches: tuple[tuple[MicroBatch, ...], ...]
 
     def places(self) -> Iterator[BatchIndex]:
-        """All micro-batch indexes, in order."""
+        """The indexes of all micro-batches, in the order in which they are trained."""
         for number, batches in enumerate(self.batches):
             for k in range(len(batches)):
                 yield BatchIndex(number, k)
@@ -341,7 +351,10 @@ class StepTensors:
         return self.work.groups[self.work.seal.groups[slot.group].digest].samples[slot.sample].reward
 
     def baseline(self, slot: SampleSlot) -> float:
-        """Baseline of the group of a sample that this rank holds. Raises DataError if it has none."""
+        """The baseline reward that ReMax subtracts, of the group of a sample that this rank holds.
+
+        Raises DataError if the flow has computed none.
+        """
         group = self.work.groups[self.work.seal.groups[slot.group].digest]
         if group.baseline is None:
             raise DataError(
@@ -354,7 +367,10 @@ class StepTensors:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PrecomputedPasses:
-    """Results computed before the updates. `old` may lack the first mini-batch, which is filled in during the updates."""
+    """Per-token results by micro-batch, computed before the updates: advantages, old and reference log-probabilities.
+
+    `old` may lack the first mini-batch, which its first update fills in. `reference` is empty without a KL to it.
+    """
 
     advantages: dict[BatchIndex, Tensor]
     old: dict[BatchIndex, Tensor]
@@ -362,7 +378,9 @@ class PrecomputedPasses:
 
 
 def cut_step(work: StepInput, train: TrainSpec, feeding: Feeding) -> StepTensors:
-    """Split a step into tensors. Raises DataError for tokens outside of the model's vocabulary."""
+    """Split this rank's share of a step into micro-batches of tensors. Raises DataError for tokens outside of the
+    vocabulary.
+    """
     # With KL in the reward, rewards of masked samples need their KL.
     cutting = CutSettings(train.micro_batch_tokens, feeding.packing, masked=train.rewards_kl)
     plans = plan_step(work.seal, work.layout, work.rank, cutting)

@@ -1,4 +1,4 @@
-"""The critic: a model that estimates the return to go before each token of a response.
+"""The critic: a model that estimates the expected return at each token of a response, before the token is generated.
 
 It consists of a language model's backbone, of which only the last hidden states are used, and a head with one output.
 It gets the policy's micro-batches and is evaluated at the same positions: where the policy predicts a token, the critic
@@ -43,7 +43,7 @@ HEAD = "score"
 
 
 class ValueHead(nn.Linear):
-    """Maps hidden states [..., width] to values [..., 1], float32."""
+    """Linear layer that maps hidden states [..., width] to values [..., 1], float32; initialized with zeros."""
 
     def __init__(self, width: int) -> None:
         super().__init__(width, 1, dtype=torch.float32)
@@ -56,9 +56,9 @@ class ValueHead(nn.Linear):
 
 
 class ValueModel(nn.Module):
-    """A causal language model's backbone under its own name, and `score`. Has the inputs of language models.
+    """A causal language model's backbone, under its Hugging Face name, with a value head named `score`.
 
-    `vocabulary`: number of tokens that it supports.
+    Its forward takes the same arguments as a language model's. `vocabulary`: number of token ids that it supports.
     """
 
     def __init__(self, language_model: nn.Module, head: ValueHead) -> None:
@@ -77,21 +77,23 @@ class ValueModel(nn.Module):
 
 
 class Critic(DeepSpeedBackend):
-    """A critic in training."""
+    """A critic in training: a `ValueModel` under DeepSpeed."""
 
     @classmethod
     def of(cls, module: ValueModel, train: TrainSpec, feeding: Feeding) -> Critic:
-        """From a module in float32, with Adam's state zero; fed like the policy."""
+        """Make a critic from a module in float32. Adam's state starts at zero; `feeding` is the policy's layout of
+        tokens.
+        """
         assert train.critic is not None
         return cls(module, OptimizerSettings.of(train, train.critic), feeding)
 
     def values(self, batch: MicroBatch) -> Tensor:
-        """Value before each scored token of a micro-batch, [b, w] float32, 0 elsewhere."""
+        """The value at each scored token of a micro-batch, before that token, [b, w] float32; 0 elsewhere."""
         return batch.spread(self.outputs_of(batch.inputs)[:, 0])
 
 
 def load_backbone(folder: Path, *, trust_remote_code: bool) -> nn.Module:
-    """Load the language model in `folder` for its backbone; its output layer may be missing. Raises DataError."""
+    """Load the language model in `folder`, to use its backbone; its output layer may be missing. Raises DataError."""
     before = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()  # a missing output layer and an unknown head are expected
     try:
@@ -103,7 +105,11 @@ def load_backbone(folder: Path, *, trust_remote_code: bool) -> nn.Module:
 
 
 def make_value_model(language_model: nn.Module, folder: Path | None) -> ValueModel:
-    """Combine the backbone with the head in `folder`, or with a zero head. Raises DataError."""
+    """Combine the backbone of `language_model` with a value head: that in `folder`, or a new one of zeros.
+
+    `folder` None, or without a head: a new one. Raises DataError if the stored head has not one output, or if the model
+    has no separate backbone.
+    """
     model: Any = language_model
     if model.base_model is model:
         raise DataError(
@@ -151,7 +157,7 @@ Tell = Callable[[str], None]
 
 
 class ValueTally:
-    """One rank's critic statistics of one step."""
+    """One rank's running sums of the critic's statistics in one step."""
 
     def __init__(self) -> None:
         self._found: dict[str, float] = {}
@@ -163,7 +169,9 @@ class ValueTally:
     def before(
         self, step: StepTensors, targets: ValueTargets, values: Mapping[BatchIndex, Tensor], over_ranks: RankReductions
     ) -> None:
-        """Count the step's values and targets before the updates. A collective."""
+        """Record mean, variance and explained variance of values, returns and advantages before the updates. A
+        collective.
+        """
         exact = {place: value.double() for place, value in values.items()}
         left = {place: targets.returns[place] - value for place, value in exact.items()}
         value, goal = moments(step, exact, over_ranks), moments(step, targets.returns, over_ranks)
@@ -178,20 +186,23 @@ class ValueTally:
         }
 
     def trained(self, loss: float, sums: Mapping[str, Tensor]) -> None:
-        """Count a micro-batch of an update. `loss`: its part of the update's loss; `sums`: its objective's metrics."""
+        """Add the loss and metrics of a micro-batch that was trained.
+
+        `loss`: its part of the update's loss. `sums`: `ValueFunction.metrics` of the micro-batch.
+        """
         self._loss += loss
         self._clipped += float(sums["clipped"])
         self._tokens += float(sums["tokens"])
 
     def updated(self, result: UpdateResult, rate: float) -> None:
-        """Count an update; the same on every rank."""
+        """Count a critic update, applied or skipped, and its learning rate; the same on every rank."""
         self._updates += 1
         self._rate = rate
         if result.applied:
             self._norms.append(result.grad_norm)
 
     def metrics(self, over_ranks: RankReductions) -> dict[str, float]:
-        """The step's metrics. A collective."""
+        """The critic's metrics by name (see `CriticTrainer`), summed over ranks. A collective."""
         loss, clipped, tokens = over_ranks.sum([self._loss, self._clipped, self._tokens])
         found = self._found | {
             "value_loss": loss / self._updates if self._updates else math.nan,
@@ -204,7 +215,8 @@ class ValueTally:
 
 
 class CriticTrainer:
-    """Trains the critic of a job: values before the updates of a step, and one critic update per mini-batch.
+    """Trains the critic of a job: computes values before the updates of a step, then makes one critic update per
+    mini-batch.
 
     Values are computed once, before any update, in the policy's micro-batches. The targets computed from them stay
     fixed for all updates of the step, and so do the old values for the clip. An update has the same global denominator
@@ -219,7 +231,8 @@ class CriticTrainer:
         value_clip_fraction         share of tokens whose gradient the clip removes
         advantage_mean, advantage_std    before whitening
         critic_grad_norm            global, before clipping, mean over the applied updates
-        critic_learning_rate        of the last update;  critic_skipped_updates: updates with a non-finite gradient
+        critic_learning_rate        of the last update
+        critic_skipped_updates      number of updates that were skipped because their gradient was not finite
     """
 
     def __init__(self, critic: Critic, launch: RankLaunch) -> None:
@@ -231,14 +244,17 @@ class CriticTrainer:
         self.objective = ValueFunction(spec.train, horizon, spec.train.critic)
 
     def warms_up(self, step: int) -> bool:
-        """Whether step number `step` trains only the critic."""
+        """Whether step number `step` is a warm-up step, which trains only the critic and not the policy."""
         own = self.launch.spec.train.critic
         return own is not None and step <= own.warmup_steps
 
     def begin(
         self, step: StepTensors, penalties: Mapping[BatchIndex, Tensor], over_ranks: RankReductions, tell: Tell
     ) -> CriticStep:
-        """Compute the values of the whole step and their targets. A collective."""
+        """Compute the values of the whole step, and from them the targets of its updates. A collective.
+
+        `penalties` [b, w] by micro-batch: subtracted from the rewards (KL in the reward); may be empty.
+        """
         train, values = self.launch.spec.train, {}
         with torch.no_grad():
             for place in step.places():
@@ -253,7 +269,7 @@ class CriticTrainer:
 
 
 class CriticStep:
-    """The critic's part of one step, after its values are computed."""
+    """The critic's updates of one step. `targets`: advantages and returns, computed before the first update."""
 
     def __init__(
         self,
@@ -274,9 +290,9 @@ class CriticStep:
         self.targets = targets
 
     def update(self, number: int, made: int, tell: Tell) -> UpdateResult | None:
-        """Train mini-batch `number`; None if it has no trained token.
+        """Train the critic on mini-batch `number` and update it. Returns None if the mini-batch has no trained token.
 
-        `made`: the critic's updates so far. A collective.
+        `made`: the critic's updates so far in the job, for the learning-rate schedule. A collective.
         """
         plan, batches = self._step.plans[number], self._step.batches[number]
         if not plan.tokens:
@@ -301,7 +317,7 @@ class CriticStep:
         return result
 
     def metrics(self, over_ranks: RankReductions) -> dict[str, float]:
-        """The step's metrics. A collective."""
+        """The critic's metrics of this step by name (see `CriticTrainer`). A collective."""
         return self._tally.metrics(over_ranks)
 
     def _backward(self, batch: MicroBatch, place: BatchIndex, divisor: float, *, last: bool) -> None:

@@ -1,8 +1,8 @@
 """Hugging Face models as torch modules: loading, feeding, activation checkpointing, and memory errors.
 
-Modules are always in evaluation mode, because with dropout the policy's ratio to itself would not be 1. transformers
-enables activation checkpointing only in training mode. Therefore the checkpointed layers, and nothing inside them, are
-set to training mode, after all their dropouts were set to 0.
+Modules are always in evaluation mode, because dropout would change the policy's probability ratio to itself from 1. But
+transformers enables activation checkpointing only in training mode. Therefore the checkpointed layers themselves, but
+not their submodules, are set to training mode, after their own dropout rates were set to 0.
 """
 
 from __future__ import annotations
@@ -29,16 +29,20 @@ from gcore.train.backends.packed_attention import PACKED
 from gcore.train.batching import LogitsOf, ModelInputs
 
 REMEDIES = ("micro_batch_tokens", "activation_checkpointing", "zero_stage", "offload_reference")
-"""Spec fields that reduce the memory of a micro-batch, in the order in which to try them."""
+"""Keys of `list_remedies`: spec fields that reduce the memory of a micro-batch, in the order in which to try them."""
 
 
 class OutOfMemory(GcoreError):
-    """A rank has too little memory for the spec."""
+    """The rank ran out of device or host memory; `fix` names the spec fields that reduce its memory."""
 
 
 @contextlib.contextmanager
 def explain_memory_error(doing: str, train: TrainSpec, fields: tuple[str, ...]) -> Iterator[None]:
-    """Convert an out-of-memory error in the block to OutOfMemory. `fields`: those of `list_remedies` that would help."""
+    """Convert an out-of-memory error in the block to OutOfMemory, with advice on which spec fields to change.
+
+    `doing`: what the block does, for the message. `fields`: the keys of `list_remedies` that would help here; they
+    become the advice.
+    """
     try:
         yield
     except (RuntimeError, MemoryError) as error:
@@ -53,7 +57,9 @@ def explain_memory_error(doing: str, train: TrainSpec, fields: tuple[str, ...]) 
 
 
 def list_remedies(train: TrainSpec) -> dict[str, str]:
-    """Changes to the spec that are still possible, by field, in the order in which to try them."""
+    """Advice that reduces memory, by spec field: only changes that this spec has not made yet, in the order to try
+    them.
+    """
     found = {"micro_batch_tokens": f"lower train.micro_batch_tokens (now {train.micro_batch_tokens})"}
     if not train.activation_checkpointing:
         found["activation_checkpointing"] = "set train.activation_checkpointing: true"
@@ -73,7 +79,11 @@ CHECKPOINT_FIX = "Set train.activation_checkpointing: false"
 
 
 def load_module(folder: Path, dtype: torch.dtype, *, trust_remote_code: bool = False) -> nn.Module:
-    """Load the causal language model in `folder` into host memory. Raises DataError."""
+    """Load the causal language model in `folder` into host memory, in evaluation mode.
+
+    Raises DataError if it cannot be loaded, or if its forward has no `logits_to_keep`, so that it would compute the
+    logits of all columns.
+    """
     try:
         transformers_logging.disable_progress_bar()
         module: nn.Module = AutoModelForCausalLM.from_pretrained(
@@ -92,7 +102,11 @@ def load_module(folder: Path, dtype: torch.dtype, *, trust_remote_code: bool = F
 
 
 def logits_of(call: Callable[..., Any]) -> LogitsOf:
-    """Logits function of a module, or of an engine around one, with the inputs of Hugging Face models."""
+    """Wrap a Hugging Face module, or a DeepSpeed engine around one, as a function from `ModelInputs` to logits.
+
+    The function returns the logits [n, vocabulary] of the scored tokens. For a packed row it first tells the packed
+    attention how the row is split.
+    """
 
     def logits(inputs: ModelInputs) -> Tensor:
         more = {}
@@ -107,14 +121,16 @@ def logits_of(call: Callable[..., Any]) -> LogitsOf:
 
 
 def vocabulary_of(module: nn.Module) -> int:
-    """Number of tokens that a whole module supports as input and output."""
+    """The number of token ids that both the input and the output embedding support. The module must not be partitioned."""
     model: Any = module
     sizes = [part.weight.shape[0] for part in (model.get_input_embeddings(), model.get_output_embeddings()) if part]
     return int(min(sizes))
 
 
 def cast_parameters(module: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Round the parameters; buffers keep their dtype, because rotary frequencies need full precision."""
+    """Cast the floating-point parameters to `dtype`; buffers keep theirs, because rotary frequencies need full
+    precision.
+    """
     for parameter in module.parameters():
         if parameter.is_floating_point():
             parameter.data = parameter.data.to(dtype)
@@ -122,9 +138,10 @@ def cast_parameters(module: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 def checkpoint_activations(module: nn.Module, folder: Path) -> None:
-    """Recompute the layers' activations in the backward pass.
+    """Enable activation checkpointing: layers recompute their activations in the backward pass.
 
-    Call `evaluate` after anything that sets modes. Raises DataError.
+    Call `set_evaluation_mode` after anything that sets training or evaluation mode. Raises DataError if the model does
+    not support it. `folder`: only named in the error.
     """
     model: Any = module
     layers = [one for one in module.modules() if isinstance(one, GradientCheckpointingLayer)]
@@ -146,7 +163,7 @@ def checkpoint_activations(module: nn.Module, folder: Path) -> None:
 
 
 def set_evaluation_mode(module: nn.Module) -> None:
-    """Set evaluation mode, except for layers with activation checkpointing."""
+    """Set evaluation mode; layers with activation checkpointing get training mode with their own dropout set to 0."""
     module.eval()
     for layer in module.modules():
         if isinstance(layer, GradientCheckpointingLayer) and layer.gradient_checkpointing:
@@ -169,9 +186,10 @@ def parameter_groups(module: nn.Module, weight_decay: float) -> list[dict[str, A
 
 
 def check_names(folder: Path, module: nn.Module, *, part: str = "") -> None:
-    """Check that parameters have the names that loaders expect, because weights are saved under them. Raises DataError.
+    """Check that every parameter has the same name in the weight files of `folder`. Raises DataError if one has not.
 
-    `part`: prefix of the parameters to check, "" for all.
+    The trainer saves weights under the names of the module's parameters, and loaders look for the names in the files. A
+    folder without safetensors files is not checked. `part`: check only parameters below this submodule; "" for all.
     """
     index = folder / "model.safetensors.index.json"
     single = folder / "model.safetensors"

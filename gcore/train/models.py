@@ -1,4 +1,4 @@
-"""Models of a rank: load policy, critic and reference, and prepare them for training.
+"""Loads the models of a rank (policy, critic and reference) and prepares them for training.
 
 The order matters, because each step changes the module for the next: load it, test how sequences can be laid out, copy
 it for critic and reference while they are identical, enable activation checkpointing, pass it to the backend. Policy
@@ -40,12 +40,12 @@ from gcore.train.rank.launch import RankLaunch
 
 
 class Reference:
-    """The job's initial model, for the KL to it: on the GPU only while it is used, and unpartitioned only if it fits.
+    """The job's initial model, for the KL to it. It is evaluated without gradients and never changes.
 
-    Under ZeRO stages 1 and 2 every rank has a full copy: in host memory, and on its GPU during the step's reference
-    phase only (`train.offload_reference`). Under stage 3, where not even the policy fits on one GPU, it is partitioned
-    over the ranks like the policy, and gathered layer by layer; with offloading, each rank's part stays in host memory.
-    Without a GPU it is used in host memory. It is evaluated without gradients and never changes.
+    Under ZeRO stages 1 and 2 every rank has a full copy: on its GPU or, with `train.offload_reference`, in host memory
+    and on the GPU during the step's reference phase only. Under stage 3, where not even the policy fits on one GPU, it
+    is partitioned over the ranks like the policy, and gathered layer by layer; with offloading, each rank's part stays
+    in host memory. Without a GPU it is used in host memory.
 
     `awake` is a collective under stage 3, and so is every call of its result.
     """
@@ -69,7 +69,7 @@ class Reference:
 
     @contextlib.contextmanager
     def awake(self) -> Iterator[LogitsOf]:
-        """Its logits function, valid in the block."""
+        """Its logits function, valid within the block; the model is on the device meanwhile."""
         if not self._moves:
             yield self._logits_of
             return
@@ -84,15 +84,16 @@ class Reference:
 log = logging.getLogger("gcore.train")
 
 TOLERANCE = 1e-5
-"""Tolerance relative to a log-probability's size, or absolute if it is below 1."""
+"""Largest difference of log-probabilities with which a model can be packed, relative to their size (if above 1)."""
 
 ROWS = ((Rectangle(2, 9), (9, 8)), (Rectangle(2, 5), (5, 5)), (Rectangle(1, 3), (3,)))
-"""Rectangles of the test, and the number of real tokens in each row; the rest is padding."""
+"""Sequences for the packing test: rectangles, and the number of real tokens in each of their rows; the rest is padding.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class FeedingChoice:
-    """How the model is fed, and why it is bucketed if packing was allowed."""
+    """How the model's sequences are laid out. `reason`: why they are padded (bucketed) although packing was allowed."""
 
     packing: Packing
     reason: str = ""
@@ -110,7 +111,8 @@ def choose_feeding(
     accordingly.
 
     `context`: maximum sequence length in tokens, if the job has a limit. `most`: maximum of each number over the ranks.
-    `beside`: another model that gets the same micro-batches; the choice holds for both. Raises DataError.
+    `beside`: another model that gets the same micro-batches; the choice holds for both. Raises DataError if the spec
+    requires packing and the model does not support it.
 
     A few short sequences go through the model one by one, with its own attention, and then together in one row of
     rectangles, with gcore's attention. Their log-probabilities must be equal. A model whose positions, attention or
@@ -140,7 +142,10 @@ def choose_feeding(
 
 
 def packing_obstacle(module: nn.Module, context: int | None) -> str:
-    """Why the model cannot be packed (it keeps its own attention), or empty (it has gcore's attention then)."""
+    """Why the model cannot be packed; empty if it can. Sets gcore's attention if it can, else keeps the model's own.
+
+    `context`: maximum sequence length in tokens; None: no limit.
+    """
     model: Any = module
     config = model.config
     if not getattr(model, "_supports_attention_backend", False):
@@ -173,7 +178,11 @@ def packing_obstacle(module: nn.Module, context: int | None) -> str:
 
 @torch.no_grad()
 def _error(model: Any, before: str) -> float:
-    """Largest difference of log-probabilities; leaves the model with gcore's attention."""
+    """The largest difference between log-probabilities of packed and single sequences, relative to their size if above
+    1.
+
+    `before`: the model's own attention. Leaves the model with gcore's attention.
+    """
     vocabulary = vocabulary_of(model)
     generator = torch.Generator().manual_seed(0)
     shapes = [shape for shape, _ in ROWS]
@@ -211,7 +220,9 @@ Most = Callable[[Sequence[float]], list[float]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankModels:
-    """The trained models and the reference. `critic`: only for jobs that have one."""
+    """The models of one rank: policy, reference (if the KL to it has a weight), and critic (only for jobs that have
+    one).
+    """
 
     policy: TrainBackend
     """Its log-probabilities are trained, and engines serve its weights. Its outputs are logits."""
@@ -220,15 +231,17 @@ class RankModels:
 
 
 Fill = Callable[[str, nn.Module], None]
-"""Replaces the weights of a whole module (policy or critic) by those of a state; a collective."""
+"""Replaces the weights of a complete module (name `policy` or `critic`) by those of a replicated state; a collective.
+"""
 
 
 def load_models(
     launch: RankLaunch, device: torch.device, most: Most, tell: Callable[[], None], fill: Fill | None = None
 ) -> RankModels:
-    """Load all models, ready for the first step.
+    """Load all models of the job, ready for the first step. A collective.
 
-    `fill`: for a world that starts from in-memory replicas. Raises DataError. A collective.
+    `most`: maximum of each number over the ranks. `fill`: replaces the loaded weights, in a world that starts from
+    in-memory replicas. Raises DataError if a model cannot be loaded or trained.
     """
     train, model = launch.spec.train, launch.spec.model
     folder = launch.checkpoint_path or launch.model_path
@@ -270,7 +283,10 @@ def load_models(
 
 
 def _other_backbone(launch: RankLaunch, policy: nn.Module) -> nn.Module | None:
-    """The critic's own language model, or None if it is the policy's initial one. Raises DataError."""
+    """The critic's language model if it differs from the policy's; None if the critic starts as a copy of the policy.
+
+    Raises DataError if it supports shorter sequences than the policy gets.
+    """
     critic = launch.spec.train.critic
     if critic is None or (launch.checkpoint_path is None and critic.path is None):
         return None
@@ -288,14 +304,14 @@ def _other_backbone(launch: RankLaunch, policy: nn.Module) -> nn.Module | None:
 
 
 def _head_folder(launch: RankLaunch) -> Path | None:
-    """Folder that may contain the critic's head; None: a new head."""
+    """The folder that may contain the critic's value head; None: it gets a new head."""
     if launch.checkpoint_path is not None:
         return critic_folder(launch.checkpoint_path)
     return None if launch.critic_path == launch.model_path else launch.critic_path
 
 
 def _original(launch: RankLaunch, module: nn.Module, packing: Packing) -> nn.Module:
-    """The job's initial model: a copy of the policy if that is not trained yet."""
+    """The job's initial model as reference: a copy of the policy if that is untrained, else loaded from its folder."""
     if launch.checkpoint_path is None:
         return copy.deepcopy(module)
     dtype = torch.bfloat16 if launch.spec.train.dtype == "bf16" else torch.float32

@@ -1,9 +1,8 @@
-"""Training objectives: compute a loss from a model's outputs for a micro-batch, from the job's settings and the pure
-algorithms.
+"""Training objectives: compute a loss from a model's outputs for a micro-batch.
 
-The trainer uses only the interface `Objective`: it computes the passes that the objective needs, divides its sums by
-one global count, and sums up its metrics. `PolicyGradient` and `Supervised` train the policy, `ValueFunction` the
-critic.
+An objective combines the job's settings with the pure functions of `gcore.train.algorithms`. The trainer uses only the
+interface `Objective`: it runs the passes that the objective needs, divides the summed loss by one global count, and
+adds up the objective's metrics. `PolicyGradient` and `Supervised` train the policy, `ValueFunction` the critic.
 
 Users' advantage estimators and losses are entry points in `gcore.advantages` and `gcore.losses`:
 
@@ -64,7 +63,10 @@ class _Own:
     options: Mapping[str, Option]
 
     def called(self, shape: torch.Size, *tensors: Tensor, **more: float) -> Tensor:
-        """Call the function. Raises PluginFault if it raises or does not return a tensor of that shape."""
+        """Call the user's function and check its result.
+
+        Raises PluginFault if it raises or does not return a tensor of shape `shape`.
+        """
         try:
             found = self.function(*tensors, **more, **self.options)
         except RAISED as error:  # foreign code
@@ -87,12 +89,14 @@ class _Own:
 
 @dataclass(frozen=True, slots=True)
 class PluginAdvantage:
-    """A user's estimator with checked results."""
+    """A user's advantage estimator; checks that each result has the right shape and is finite."""
 
     own: _Own
 
     def __call__(self, outcomes: Tensor, groups: Tensor) -> Tensor:
-        """Advantages [n] float64 from `outcomes` [n] float64 and `groups` [n] int64. Raises PluginFault."""
+        """Advantages [n] float64 from `outcomes` [n] float64 and `groups` [n] int64. Raises PluginFault for an invalid
+        result.
+        """
         found = self.own.called(outcomes.shape, outcomes, groups).double()
         if not bool(found.isfinite().all()):
             raise self.own.fault("returned an advantage that is not finite")
@@ -101,7 +105,7 @@ class PluginAdvantage:
 
 @dataclass(frozen=True, slots=True)
 class PluginLoss:
-    """A user's loss with checked results."""
+    """A user's policy loss; checks that each result has one value per token."""
 
     own: _Own
 
@@ -114,7 +118,9 @@ class PluginLoss:
 
 
 def find_plugin_advantage(train: TrainSpec) -> PluginAdvantage | None:
-    """Load and try the spec's estimator; None for gcore's own. Raises PluginFault."""
+    """Load the user's estimator that the spec names, and try it; None if the spec names one of gcore's. Raises
+    PluginFault.
+    """
     if not is_own_advantage(train.advantage):
         return None
     function = find_plugin(ADVANTAGES, train.advantage)
@@ -124,7 +130,7 @@ def find_plugin_advantage(train: TrainSpec) -> PluginAdvantage | None:
 
 
 def find_plugin_loss(train: TrainSpec) -> PluginLoss | None:
-    """Load and try the spec's loss; None for gcore's own. Raises PluginFault."""
+    """Load the user's loss that the spec names, and try it; None if the spec names one of gcore's. Raises PluginFault."""
     if not is_own_loss(train.loss):
         return None
     found = PluginLoss(_Own(LOSSES, train.loss, find_plugin(LOSSES, train.loss), train.loss_options))
@@ -144,7 +150,7 @@ first update; `reference`: log-probabilities of the job's initial model; `entrop
 
 @dataclass(frozen=True, slots=True)
 class Count:
-    """Counts of an update over all ranks: trained tokens, and sequences with at least one."""
+    """What an update trains, over all ranks: its trained tokens, and the sequences with at least one trained token."""
 
     tokens: int
     sequences: int
@@ -155,17 +161,17 @@ T = TypeVar("T", contravariant=True)
 
 
 class Objective(Protocol[S, T]):
-    """A training objective. `S`: scores, the model's outputs for a micro-batch; `T`: the targets of these scores."""
+    """A training objective. `S`: the model's outputs for a micro-batch (scores); `T`: what the loss compares them with."""
 
     @property
     def needs(self) -> frozenset[Need]:
-        """The passes that the trainer computes for this objective."""
+        """What the trainer must compute for this objective in addition to the forward pass of the update."""
         ...
 
     def trained(self, batch: MicroBatch, old: Tensor | None) -> Tensor:
         """The mask of the tokens that are trained and counted, [b, w] bool; a subset of the batch's mask.
 
-        `old` [b, w]: old log-probabilities, if it needs `all_old_logprobs`.
+        `old` [b, w]: old log-probabilities if the objective needs `all_old_logprobs`, else None.
         """
         ...
 
@@ -184,9 +190,10 @@ class Objective(Protocol[S, T]):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Targets:
-    """Targets of the policy's log-probabilities and the mask of the trained tokens.
+    """What the policy's loss needs besides the model's outputs for a micro-batch.
 
-    `advantages` [b, 1] or [b, w]; `old` and `reference` [b, w]; `mask` [b, w] bool: the tokens that are trained.
+    `advantages` [b, 1] or [b, w]; `old` and `reference` (None without a KL to it): log-probabilities [b, w]; `mask` [b,
+    w] bool: the tokens that are trained.
     """
 
     batch: MicroBatch
@@ -198,9 +205,10 @@ class Targets:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ValueFit:
-    """Targets of the critic's values and their mask.
+    """What the critic's loss needs besides its values for a micro-batch.
 
-    `returns`, and `old` values for the clip, [b, w] float32; `mask` [b, w] bool.
+    `returns`: the targets; `old`: the values before the updates, around which the loss clips; both [b, w] float32.
+    `mask` [b, w] bool: the tokens that are trained.
     """
 
     returns: Tensor
@@ -209,11 +217,14 @@ class ValueFit:
 
 
 PolicyObjective = Objective[Scores, Targets]
-"""Log-probabilities and entropies of a model whose outputs are logits."""
+"""An objective for a model whose outputs are logits: scores are log-probabilities and entropies."""
 
 
 def policy_objective(spec: JobSpec) -> PolicyObjective:
-    """Make the job's objective. Raises PluginFault for a user's loss that does not load."""
+    """The objective for the job's policy: supervised, or policy gradient.
+
+    Raises PluginFault if the spec names a user's loss that cannot be loaded or fails its trial.
+    """
     horizon = float(spec.train.horizon or spec.rollout.max_new_tokens)
     if spec.train.loss == "sft":
         return Supervised(spec.train, horizon)
@@ -222,17 +233,20 @@ def policy_objective(spec: JobSpec) -> PolicyObjective:
 
 @dataclass(frozen=True, slots=True)
 class _TokenObjective:
-    """A loss for each token. `horizon`: the constant of seq-mean-token-sum-norm, in tokens."""
+    """Base of objectives with one loss per token.
+
+    `horizon`: the constant by which the aggregation seq-mean-token-sum-norm divides, in tokens.
+    """
 
     train: TrainSpec
     horizon: float
 
     def denominator(self, count: Count) -> float:
-        """The number of trained tokens or of sequences, by the job's aggregation."""
+        """The update's number of trained tokens or of sequences, depending on `train.aggregation`."""
         return denominator(self.train.aggregation, tokens=count.tokens, sequences=count.sequences, horizon=self.horizon)
 
     def trained(self, batch: MicroBatch, old: Tensor | None) -> Tensor:
-        """The batch's whole mask."""
+        """All tokens of the batch's mask: nothing else is masked."""
         return batch.mask
 
 
@@ -242,35 +256,42 @@ class Supervised(_TokenObjective):
 
     @property
     def needs(self) -> frozenset[Need]:
-        """The passes that the job's coefficients need."""
+        """The reference's log-probabilities for a KL coefficient, entropies with a gradient for an entropy coefficient."""
         return frozenset(_needs(self.train))
 
     def loss(self, scores: Scores, targets: Targets) -> Tensor:
-        """The negative log-likelihood plus the regularizers."""
+        """The negative log-likelihood plus KL and entropy terms, summed over the trained tokens."""
         token_loss = _regularized(nll_loss(scores.logp), scores, targets, self.train)
         return loss_sum(token_loss, targets.mask, self.train.aggregation, self.horizon)
 
     @torch.no_grad()
     def metrics(self, scores: Scores, targets: Targets) -> Mapping[str, Tensor]:
-        """Metrics that every objective of a policy reports."""
+        """Entropy, token counts, and the KL to the reference."""
         return _policy_metrics(scores, targets)
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyGradient(_TokenObjective):
-    """Policy gradient on advantages. `own`: the user's loss, if the spec names one."""
+    """Policy gradient on advantages: the job's loss with its clip, off-policy correction, KL and entropy terms.
+
+    `correction`: `rollout.correction` of the spec. `own`: the user's loss, if the spec names one.
+    """
 
     correction: str = "none"
     own: PluginLoss | None = None
 
     @property
     def needs(self) -> frozenset[Need]:
-        """A correction that leaves tokens out of the count compares old log-probabilities before any update."""
+        """Old log-probabilities, and what the coefficients need.
+
+        The correction `mis` masks tokens by their old log-probabilities, so it needs those of all mini-batches before
+        the first update.
+        """
         old: set[Need] = {"old_logprobs", "all_old_logprobs"} if self.correction == "mis" else {"old_logprobs"}
         return frozenset(_needs(self.train) | old)
 
     def loss(self, scores: Scores, targets: Targets) -> Tensor:
-        """The job's loss with its off-policy correction, plus the regularizers."""
+        """The job's loss with its off-policy correction, plus KL and entropy terms, summed over the trained tokens."""
         token_loss = self._policy_loss(scores.logp, targets)
         if self.correction in ("tis", "icepop", "decoupled"):
             token_loss = token_loss * self.weight(targets)
@@ -292,7 +313,9 @@ class PolicyGradient(_TokenObjective):
                 return self.own(logp, old, gain, targets.batch.mask, clip_low=low, clip_high=high)
 
     def weight(self, targets: Targets) -> Tensor:
-        """The off-policy weight of each token's loss, [b, w]; 1 without a correction."""
+        """The weight by which the off-policy correction multiplies each token's loss, [b, w]; 1 if the correction has
+        no weights.
+        """
         old, engine = targets.old, targets.batch.rollout_logp
         match self.correction:
             case "tis":
@@ -306,7 +329,7 @@ class PolicyGradient(_TokenObjective):
                 return old.new_ones(old.shape)
 
     def trained(self, batch: MicroBatch, old: Tensor | None) -> Tensor:
-        """The batch's mask without the tokens that the correction masks."""
+        """The batch's mask without the tokens that the correction `mis` masks."""
         if self.correction != "mis":
             return batch.mask
         assert old is not None
@@ -315,7 +338,7 @@ class PolicyGradient(_TokenObjective):
 
     @torch.no_grad()
     def metrics(self, scores: Scores, targets: Targets) -> Mapping[str, Tensor]:
-        """Metrics of the ratios to π_old and to the engine's probabilities."""
+        """The policy's metrics, and statistics of its ratio to π_old, of the clip and of the off-policy correction."""
         mask, logp = targets.mask, scores.logp.detach()
         ratio = self.ratio(logp, targets)[mask].double()
         found = {
@@ -345,7 +368,10 @@ class PolicyGradient(_TokenObjective):
         return token_ratio(logp, targets.old)
 
     def clipped(self, logp: Tensor, targets: Targets) -> Tensor:
-        """1 where the clip is active or caps cispo's weight, [b, w]; for a user's loss, where PPO's clip would be."""
+        """1 where the clip removes a token's gradient (for cispo: caps its weight), else 0, [b, w].
+
+        For a user's loss: where PPO's clip would do so.
+        """
         train, old, gain = self.train, targets.old, targets.advantages
         low, high = train.clip_low, train.clip_high
         match train.loss:
@@ -359,29 +385,31 @@ class PolicyGradient(_TokenObjective):
 
 @dataclass(frozen=True, slots=True)
 class ValueFunction(_TokenObjective):
-    """Value regression on returns, with the policy's aggregation and counts."""
+    """Regression of the critic's values on returns, with the policy's aggregation and counts."""
 
     critic: CriticSpec
 
     @property
     def needs(self) -> frozenset[Need]:
-        """No pass of the policy."""
+        """Empty: the critic's loss needs no pass of the policy."""
         return frozenset()
 
     def loss(self, scores: Tensor, targets: ValueFit) -> Tensor:
-        """`scores`: values [b, w]."""
+        """The clipped squared error summed over the trained tokens, a scalar. `scores`: the critic's values [b, w]."""
         token_loss = value_loss(scores, targets.returns, targets.old, self.critic.clip)
         return loss_sum(token_loss, targets.mask, self.train.aggregation, self.horizon)
 
     @torch.no_grad()
     def metrics(self, scores: Tensor, targets: ValueFit) -> Mapping[str, Tensor]:
-        """The number of clipped tokens and the number of tokens."""
+        """`clipped`: number of trained tokens whose gradient the value clip removes; `tokens`: number of trained
+        tokens.
+        """
         held = value_clip_tokens(scores, targets.returns, targets.old, self.critic.clip)
         return {"clipped": held[targets.mask].sum(), "tokens": targets.mask.sum()}
 
 
 def _needs(train: TrainSpec) -> set[Need]:
-    """Passes that the job's coefficients need."""
+    """What the KL and entropy coefficients need: a reference pass, entropies with a gradient."""
     found: set[Need] = set()
     if train.kl_coef > 0:
         found.add("reference")
@@ -391,7 +419,9 @@ def _needs(train: TrainSpec) -> set[Need]:
 
 
 def _regularized(token_loss: Tensor, scores: Scores, targets: Targets, train: TrainSpec) -> Tensor:
-    """Add the KL to the reference and subtract the entropy, [b, w]."""
+    """Add the weighted KL to the reference (if it is in the loss) to each token's loss, and subtract the weighted
+    entropy.
+    """
     if targets.reference is not None and train.kl_in == "loss":
         kl = kl_estimate(scores.logp, targets.reference, train.kl_kind, most=train.kl_max)
         token_loss = token_loss + train.kl_coef * kl

@@ -1,8 +1,9 @@
 """Offloads a rank's memory between two steps, and restores it bit for bit.
 
-If an engine and a train rank share a slot, they use its memory in turns (`controllers.rules.memory`). A rank has two
-parts that are released separately: `optimizer` (Adam's state, float32 weights and gradient buffers, which only an
-update needs) and `weights` (which the forward pass of policy, critic and reference uses).
+If an engine and a train rank share a slot, the slot is time-shared: each uses its memory while the other is idle
+(`controllers.rules.memory`). A rank has two memory parts that are released separately: `optimizer` (Adam's state,
+float32 weights and gradient buffers, which only an update needs) and `weights` (which the forward pass of policy,
+critic and reference uses).
 
 Not tensors but their storages are moved: each storage is saved, freed and filled again later. All tensors, and all of
 the optimizer's views, stay valid at any ZeRO stage, so nothing has to be rebuilt. (The optimizer's own `offload_states`
@@ -41,19 +42,22 @@ from gcore.train.rank.launch import OPTIMIZER, WEIGHTS, CannotOffload
 Tell = Callable[[str], None]
 
 SMALLEST = 16 * 1024
-"""Minimum size in bytes of an offloaded storage; counters and the like stay."""
+"""Minimum size in bytes of a storage that is offloaded; smaller ones, such as counters, stay in memory."""
 
 CHUNK_BYTES = 64 << 20
 """Bytes that are written, read and hashed at once."""
 
 
 class OffloadedLost(GcoreError):
-    """Offloaded memory came back damaged."""
+    """Offloaded bytes differ from what was saved when they are read back; the rank's state is lost."""
 
 
 @dataclass
 class _Aside:
-    """One offloaded storage: its size, and the location of its bytes."""
+    """One offloaded storage: its size in bytes, and where its bytes are.
+
+    `host`: their copy in pinned memory (GPU). On a CPU slot they are in the part's file, with the digest `sha256`.
+    """
 
     storage: torch.UntypedStorage
     size: int
@@ -63,14 +67,14 @@ class _Aside:
 
 @dataclass
 class _Part:
-    """A released part. `file`: only on a CPU slot."""
+    """A released memory part. `file`: the bytes of its storages in sequence, only on a CPU slot."""
 
     aside: list[_Aside] = field(default_factory=list)
     file: IO[bytes] | None = None
 
 
 class MemoryOffloader:
-    """Offloads the memory of one rank."""
+    """Releases and restores the memory parts of one rank, and measures what that costs."""
 
     def __init__(self, models: RankModels, train: TrainSpec, device: torch.device, clock: Clock) -> None:
         self._models = models
@@ -79,19 +83,22 @@ class MemoryOffloader:
         self._clock = clock
         self._parts: dict[str, _Part] = {}
         self._pinned: dict[str, list[Tensor]] = {}
-        """Pinned host memory by part, as large as the last release of it, kept while the rank lives."""
+        """Pinned host memory by part, as large as the last release of that part; kept while the rank lives, to be
+        reused.
+        """
         self._seconds = {"release_s": 0.0, "restore_s": 0.0}
         self._bytes = 0
 
     @property
     def released(self) -> frozenset[str]:
-        """Parts that are released now. Thread-safe."""
+        """The memory parts that are released now. Thread-safe."""
         return frozenset(self._parts)
 
     def rest(self, what: Collection[str], tell: Tell) -> None:
-        """Release exactly these parts.
+        """Release the memory parts in `what` and restore all others. `tell`: called with the phase at progress.
 
-        Raises CannotOffload, after which each part is either released or unchanged; OffloadedLost, OutOfMemory.
+        Raises CannotOffload if there is no room for a part, after which each part is either released or unchanged;
+        OffloadedLost; OutOfMemory.
         """
         if self._device.type != "cpu":
             torch.cuda.synchronize()  # no stream may still use the memory
@@ -116,10 +123,10 @@ class MemoryOffloader:
             self._seconds["release_s"] += self._clock.monotonic() - began
 
     def costs(self, collective: Collective) -> Mapping[str, float]:
-        """Duration of offloading since the last call, and the bytes freed, as metrics of a step: the maximum and the
-        sum over ranks.
+        """What offloading has cost since the last call, as metrics of a step; empty if no rank has offloaded. A
+        collective.
 
-        Empty if no rank has offloaded. A collective.
+        `release_s` and `restore_s`: seconds on the slowest rank. `released_bytes`: bytes freed, summed over ranks.
         """
         slowest = collective.max(list(self._seconds.values()))
         freed = collective.sum([float(self._bytes)])[0]
@@ -167,7 +174,7 @@ class MemoryOffloader:
         self._parts = {key: value for key, value in self._parts.items() if key != name}
 
     def _storages(self, name: str) -> list[torch.UntypedStorage]:
-        """Storages of a part that are not released, each once."""
+        """The storages of a memory part that are large enough to offload, each once."""
         forward = _unique(self._forward())
         if name == WEIGHTS:
             found = forward
@@ -199,7 +206,7 @@ class MemoryOffloader:
 
 
 def _unique(tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:
-    """Storages of the tensors, by identity; views share one."""
+    """The distinct storages behind the tensors, by identity; tensors that are views of one storage share it."""
     found: dict[int, torch.UntypedStorage] = {}
     for tensor in tensors:
         storage = tensor.untyped_storage()
@@ -208,7 +215,7 @@ def _unique(tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:
 
 
 def _places(sizes: Iterable[int], before: list[Tensor]) -> list[Tensor]:
-    """Pinned memory of these sizes; reuses buffers that fit and frees the others."""
+    """Pinned host buffers of these sizes in bytes. Reuses buffers of `before` that fit, and drops the others."""
     free = {size: [one for one in before if one.numel() == size] for size in {one.numel() for one in before}}
     return [free[n].pop() if free.get(n) else torch.empty(n, dtype=torch.uint8, pin_memory=True) for n in sizes]
 
@@ -224,7 +231,7 @@ def _chunks(storage: torch.UntypedStorage) -> Iterator[memoryview]:
 
 
 def _written(aside: Iterable[_Aside], name: str, tell: Tell) -> IO[bytes]:
-    """A file with the bytes of all storages in sequence. Raises CannotOffload."""
+    """Save the bytes of all storages in sequence to an unnamed file, and record their digests. Raises CannotOffload."""
     file = tempfile.TemporaryFile(prefix="gcore-rests-")  # noqa: SIM115  # open until the part is restored
     try:
         for one in aside:
@@ -246,7 +253,7 @@ def _written(aside: Iterable[_Aside], name: str, tell: Tell) -> IO[bytes]:
 
 
 def _read(file: IO[bytes], one: _Aside, tell: Tell) -> bytes:
-    """Fill a storage from the file; returns the digest of the data."""
+    """Fill a storage with the next bytes of the file. Returns their digest, or b"" if the file is too short."""
     digest = hashlib.sha256()
     for chunk in _chunks(one.storage):
         if file.readinto(chunk) != len(chunk):  # type: ignore[attr-defined]

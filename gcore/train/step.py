@@ -1,19 +1,20 @@
 """Trains one sealed step on one rank: from rewards and tokens to new weights and a report.
 
-The phases, in order (all ranks finish a phase before the next, because advantages need whole groups):
+A sealed step has a seal: the record that fixes which groups (all samples of one prompt) it trains on and which rank
+holds them. All ranks finish a phase before the next, because advantages need complete groups. The phases, in order:
 
-1. all ranks compare what they are about to apply, and continue only if it is the same;
+1. all ranks compare the seal and their update counts, and continue only if these are equal;
 2. log-probabilities of the reference (the job's initial model), if the KL to it has a weight;
 3. old log-probabilities, if π_old is recomputed: before the first update, in the same micro-batches. The first
    mini-batch is skipped if only its own first update needs them, because that update computes the same numbers;
 4. the critic's values, if the job has a critic;
 5. KL in the reward, then advantages, from the rewards of the whole step, in float64, the same on every rank;
-6. epochs × mini-batches of updates, each divided by its own global count, for the critic and the policy. In the
-   critic's warm-up steps the policy is not updated. In a streamed step phases 2 to 5 and the gradients run part by part
-   (`streamed`), and one update follows the last part;
-7. outputs: weights for engines, this rank's receipt, in-memory replicas of its state on its node and a neighbor's, and
-   the snapshot for a checkpoint if one is due, which is written during the following steps. Then the report, the same
-   on every rank.
+6. epochs × mini-batches of updates of the critic and the policy. Each loss is divided by the update's count of tokens
+   or sequences over all ranks. In the critic's warm-up steps the policy is not updated. A streamed step arrives in
+   parts: phases 2 to 5 and the gradients run for each part as it arrives, and one update follows the last part;
+7. the weights are staged for the engines, and this rank writes its receipt (what it trained, for the audit). If a
+   checkpoint is due, the rank takes a snapshot, which is written during the following steps. Each rank copies its state
+   into the memory of its node and of another node. Then it returns the report, which is the same on every rank.
 
 An exception leaves the step half applied and the process unusable; the caller ends it. This module does not use gRPC.
 """
@@ -67,9 +68,10 @@ from gcore.types import Version
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TrainedMask:
-    """The tokens that a step's updates train.
+    """The tokens that the updates of a step train, without tokens that the off-policy correction masks.
 
-    `masks` [b, w] bool by micro-batch of this rank; `counts` by mini-batch, over all ranks.
+    `masks`: [b, w] bool by micro-batch of this rank. `counts`: trained tokens and sequences by mini-batch, over all
+    ranks.
     """
 
     masks: Mapping[BatchIndex, Tensor]
@@ -79,12 +81,12 @@ class TrainedMask:
 def trained_mask(
     step: StepTensors, objective: PolicyObjective, old: Mapping[BatchIndex, Tensor], over_ranks: RankReductions
 ) -> TrainedMask:
-    """Determine the tokens that each update trains, and their counts over all ranks.
+    """Determine which tokens each update trains, and count them over all ranks.
 
-    `old` [b, w] by micro-batch; used only if the objective masks tokens, and then this is a collective. The trained
-    tokens are those of unmasked responses, known from the seal, minus those that the correction masks, known from the
-    old log-probabilities and summed over ranks. Advantages and whitening use all tokens of the responses, also those
-    that the correction masks.
+    `old`: old log-probabilities [b, w] by micro-batch; used only if the objective masks tokens (correction `mis`), and
+    then this is a collective. The seal gives the tokens of unmasked responses; the tokens that the correction masks
+    depend on `old`, so the ranks sum up how many they lose. Advantages and whitening use all tokens of the responses,
+    also those that the correction masks.
     """
     counts = [Count(plan.tokens, plan.sequences) for plan in step.plans]
     if "all_old_logprobs" not in objective.needs:
@@ -102,15 +104,15 @@ def trained_mask(
 
 @dataclass
 class PartialStep:
-    """A rank's state of a streamed step while its parts arrive: everything except the update, which follows the last
+    """A rank's state of a streamed step while its parts arrive: timing, metrics and counts. The update follows the last
     part.
 
     Gradients accumulate with a provisional divisor, the same on every rank: the first part's own. The true divisor is
-    known when the batch is closed; then gradients and loss are multiplied once by the quotient, before clipping. The
-    divisor does not affect precision in float32 or bfloat16, as long as nothing overflows.
+    known when the last part has arrived; then gradients and loss are multiplied once by the quotient, before clipping.
+    The divisor does not affect precision in float32 or bfloat16, as long as nothing overflows.
 
-    It is lost with its process: a part that a rank has begun is READY, so either the step is finished or a new world
-    starts.
+    The state is lost if the process ends. That is safe: a part that a rank has begun is READY (every rank has its
+    samples), so either this world finishes the step or a new world trains it from the start.
     """
 
     timer: PhaseStopwatch
@@ -118,35 +120,39 @@ class PartialStep:
     tokens: int = 0
     sequences: int = 0
     provisional: float = 0.0
-    """Divisor of the losses; 0: nothing was trained yet."""
+    """Divisor of the losses so far; 0 while no part had a trained token."""
     flushed: bool = False
-    """Whether the optimizer has the gradients of the last part."""
+    """Whether the last part was back-propagated with `last`, so that DeepSpeed has passed all gradients to its
+    optimizer.
+    """
     steps: list[StepTensors] = field(default_factory=list)
-    """Kept only if the step's samples are displayed, like `advantages`."""
+    """The parts so far, kept together with `advantages` only if the step's samples are stored for `gcore samples`."""
     advantages: dict[BatchIndex, Tensor] = field(default_factory=dict)
 
     def add(self, count: Count, objective: PolicyObjective) -> None:
-        """Add the counts of one more part over all ranks."""
+        """Add one more part's counts of trained tokens and sequences over all ranks; the first with tokens sets the
+        divisor.
+        """
         self.tokens += count.tokens
         self.sequences += count.sequences
         if not self.provisional and count.tokens:
             self.provisional = objective.denominator(count)
 
     def keep(self, step: StepTensors, advantages: dict[BatchIndex, Tensor]) -> None:
-        """Keep a part for display."""
+        """Keep a part's tensors and advantages, to be written for `gcore samples` after the last part."""
         number = len(self.steps)
         self.steps.append(step)
         self.advantages |= {BatchIndex(number, place.micro_batch): value for place, value in advantages.items()}
 
     def whole(self, work: StepInput) -> StepTensors:
-        """All kept parts as one step."""
+        """All kept parts as one step; part number n becomes mini-batch n."""
         plans = tuple(plan for step in self.steps for plan in step.plans)
         batches = tuple(batch for step in self.steps for batch in step.batches)
         groups = {digest: group for step in self.steps for digest, group in step.work.groups.items()}
         return StepTensors(replace(work, groups=groups, begun=0), plans, batches)
 
     def factor(self, objective: PolicyObjective, padding_scale: float) -> float:
-        """Factor by which gradients and loss must be multiplied."""
+        """The factor by which gradients and loss must be multiplied to replace the provisional divisor by the true one."""
         return self.provisional / (objective.denominator(Count(self.tokens, self.sequences)) * padding_scale)
 
 
@@ -156,12 +162,10 @@ log = logging.getLogger(__name__)
 def show_advantages(
     run_dir: Path, spec: SamplesSpec, step: StepTensors, advantages: Mapping[BatchIndex, Tensor]
 ) -> None:
-    """Write the advantages of this rank's samples that are kept for `gcore samples`.
+    """Write the advantages of this rank's samples in the groups that are stored for `gcore samples`.
 
-    `advantages`: [b, 1] or [b, w] by micro-batch.
-
-    A write error is logged and the step continues. The values are those that the updates use, written before the
-    updates.
+    `advantages`: [b, 1] or [b, w] by micro-batch. Does nothing in steps whose samples are not stored. A write error is
+    logged and the step continues. The values are those that the updates use, written before the updates.
     """
     token = step.work.seal.token
     if not spec.due(token.step):
@@ -194,14 +198,15 @@ def _advantages(
 
 
 Tell = Callable[[str], None]
-"""Called with the phase at every progress."""
+"""Called with the name of the current phase whenever the rank has made progress; feeds the watchdog."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A micro-batch's part of its update: the mask [b, w] of its trained tokens.
+    """One micro-batch's share of an update.
 
-    `untouched`: the step has made no update yet.
+    `mask` [b, w] bool: its trained tokens. `divisor`: of the loss. `last`: the update follows this micro-batch.
+    `untouched`: the policy still has its weights from the start of the step.
     """
 
     mask: Tensor
@@ -211,7 +216,7 @@ class _Part:
 
 
 class StepTrainer:
-    """Applies steps in sequence. Everything runs in the thread that calls `run`."""
+    """Trains the steps of one rank, one after another. Everything runs in the thread that calls `run`."""
 
     def __init__(
         self,
@@ -225,7 +230,10 @@ class StepTrainer:
         copier: StateReplicator | None = None,
         start_s: float = 0.0,
     ) -> None:
-        """`start_s`: duration of this rank's start in seconds, which is the cost of replacing a world."""
+        """`progress`: update counts of the state that was loaded. `copier`: makes in-memory replicas; None: none are
+        made. `start_s`: how long this rank took to start, in seconds, reported with each step as the cost of replacing
+        a world.
+        """
         self._launch = launch
         self._train = launch.spec.train
         self._collective = collective
@@ -247,11 +255,11 @@ class StepTrainer:
 
     @property
     def released(self) -> frozenset[str]:
-        """Released parts of the rank's memory. Thread-safe."""
+        """The released parts of the rank's memory: `optimizer`, `weights`, or both. Thread-safe."""
         return self._offloader.released
 
     def rest(self, what: Collection[str], tell: Tell) -> None:
-        """Release exactly these parts. Raises as `MemoryOffloader.rest`."""
+        """Release the memory parts in `what` and restore all others. Raises like `MemoryOffloader.rest`."""
         self._offloader.rest(what, tell)
 
     def leave(self) -> None:
@@ -259,14 +267,19 @@ class StepTrainer:
         self._collective.leave()
 
     def accumulate(self, part: StepPartInput, tell: Tell) -> None:
-        """Restore the rank's memory, and add the gradients of a READY part of the next step. Raises as `run`."""
+        """Restore the rank's memory, and add the gradients of one READY part of the next step, without an update.
+        Raises like `run`.
+        """
         self.rest((), tell)
         if self._streamed is None:
             self._streamed = PartialStep(PhaseStopwatch(self._clock), TrainStepMetrics())
         self._learn_part(part, self._streamed, tell, last=False)
 
     def run(self, work: StepInput, tell: Tell) -> StepResult:
-        """Restore the rank's memory and train a step. Raises WorldDiverged, WriteRefused, and any torch exception."""
+        """Restore the rank's memory, train a step, stage its weights, and write receipt, checkpoint and replicas.
+
+        Raises WorldDiverged, WriteRefused, and any torch exception.
+        """
         self.rest((), tell)
         fault_point(FaultPoint.STEP, "before")
         if not work.seal.parts:
@@ -302,7 +315,9 @@ class StepTrainer:
         return StepResult({**metrics, **self._offloader.costs(self._collective)}, weights)
 
     def _learn(self, work: StepInput, timer: PhaseStopwatch, tally: TrainStepMetrics, tell: Tell) -> CriticStep | None:
-        """Everything up to the new weights."""
+        """Train a step that is not streamed, from tensors to the last update. Returns the critic's part of the step, if
+        any.
+        """
         with timer.phase("cut"):
             step = cut_step(work, self._train, self._policy.feeding)
         known, critic = self._know(step, timer, tally, tell)
@@ -313,7 +328,7 @@ class StepTrainer:
         return critic
 
     def _learn_part(self, part: StepPartInput, streamed: PartialStep, tell: Tell, *, last: bool) -> None:
-        """Everything up to the gradients of a part. `last`: it is the step's last."""
+        """Add the gradients of one part of a streamed step. `last`: it is the step's last part."""
         self._agree(part.work)
         timer, tally = streamed.timer, streamed.tally
         with timer.phase("cut"):
@@ -329,9 +344,9 @@ class StepTrainer:
             streamed.flushed = last
 
     def _learn_rest(self, work: StepInput, streamed: PartialStep, tell: Tell) -> None:
-        """Train the remaining parts, then apply one update for all parts.
+        """Train the parts that are not begun yet, then apply one update for all parts.
 
-        Ranks may have begun different numbers of parts: they agree on each part, and on the whole after the last.
+        Ranks may have begun different numbers of parts: they agree on each part, and on the whole step after the last.
         """
         parts = len(work.seal.parts)
         for part in remaining_parts(work):
@@ -354,7 +369,7 @@ class StepTrainer:
     def _know(
         self, step: StepTensors, timer: PhaseStopwatch, tally: TrainStepMetrics, tell: Tell
     ) -> tuple[PrecomputedPasses, CriticStep | None]:
-        """Compute everything that the updates need."""
+        """Compute everything that the updates need: reference and old log-probabilities, critic values, and advantages."""
         with timer.phase("reference"):
             reference = self._reference_pass(step, tell)
         with timer.phase("old_logprobs"):
@@ -384,7 +399,9 @@ class StepTrainer:
 
     @torch.no_grad()
     def _old_pass(self, step: StepTensors, tally: TrainStepMetrics, tell: Tell) -> dict[BatchIndex, Tensor]:
-        """The policy's log-probabilities before the first update, where they are needed by then."""
+        """The policy's log-probabilities before the first update, only for the mini-batches that need a pass of their
+        own.
+        """
         train = self._train
         needs = self._objective.needs
         warming = self._warms_up(step)  # no update computes the first mini-batch
@@ -471,7 +488,9 @@ class StepTrainer:
         last: bool = True,
         untouched: bool = True,
     ) -> None:
-        """Compute the gradients of mini-batch `number`. `last`: an update follows."""
+        """Compute the gradients of mini-batch `number`. `last`: an update follows. `untouched`: the policy has made
+        none yet.
+        """
         count = len(step.plans[number].micro_batches)
         for k in range(count):
             tell("update")
@@ -525,7 +544,7 @@ class StepTrainer:
         tally.updated(result, rate)
 
     def _write_receipt(self, work: StepInput, loss: float | None, tell: Callable[[], None]) -> None:
-        """Write this rank's receipt once; ranks that have written theirs wait for the others. A collective."""
+        """Write this rank's receipt, with retries until all ranks have written theirs. A collective."""
         left = [work]
 
         def write() -> None:
@@ -537,7 +556,7 @@ class StepTrainer:
         self._saver.insisting.until_taken(what, where, write, self._collective.max, tell)
 
     def _checkpoint(self, seal: Seal, version: Version, timer: PhaseStopwatch, tell: Tell) -> None:
-        """Take the snapshot of a due checkpoint and start writing it, once the previous one is written."""
+        """If a checkpoint is due, wait until the previous one is written, take a snapshot, and start writing it."""
         spec = self._launch.spec
         last = seal.last or seal.step == spec.flow.steps
         if not spec.checkpoints_after(seal.step, last=last, asked=seal.checkpoint):

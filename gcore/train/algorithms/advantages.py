@@ -3,7 +3,7 @@
 Group statistics need all samples of a group, and the samples of one group are spread over ranks. The caller gathers the
 rewards of the whole step, and every rank computes the same advantages from them. All computation is in float64, so that
 small differences between rewards are not lost to rounding. A group with equal rewards is detected with a tolerance, not
-with `== 0`, and gets zero advantages. Dropping such groups is the task of the flow.
+with `== 0`, and gets zero advantages. The job's flow may drop such groups before training; nothing is dropped here.
 
 Returns and GAE work on [batch, tokens]: rows are sequences, columns are tokens. A masked token (padding, or an
 observation within a multi-turn sequence) is skipped: the values after it reach the token before it unchanged and
@@ -24,6 +24,7 @@ from torch import Tensor
 
 GroupKind = Literal["grpo", "dr_grpo", "rloo"]
 CONSTANT_REWARD_STD = 1e-6
+"""A group whose rewards have at most this standard deviation counts as one with equal rewards."""
 STD_EPSILON = 1e-6
 
 
@@ -131,12 +132,12 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lam: flo
 
 
 EPSILON = 1e-8
-"""Added to the variance, as in public implementations of REINFORCE++ and GAE."""
+"""Added to the variance when whitening, as in public implementations of REINFORCE++ and GAE."""
 
 
 @dataclass(frozen=True, slots=True)
 class Moments:
-    """Count, mean and sum of squared deviations of trained tokens, in float64."""
+    """Count, mean and sum of squared deviations of per-token values, in float64; moments of parts can be added."""
 
     count: int = 0
     mean: float = 0.0
@@ -168,10 +169,11 @@ class Moments:
 
 
 def whitened(values: Tensor, mask: Tensor, whole: Moments) -> Tensor:
-    """Whiten with the moments of the whole step: (value - mean) / sqrt(variance + 1e-8); 0 where `mask` is 0
-    (arXiv 2501.03262).
+    """Normalize per-token values with the moments of the whole step: (value - mean) / sqrt(variance + 1e-8); 0 where
+    `mask` is 0 (arXiv 2501.03262).
 
-    `values` and `mask` [batch, tokens]; returns [batch, tokens] float64. Equal values become 0.
+    `values` and `mask` [batch, tokens]; `whole`: moments over all ranks and micro-batches. Returns [batch, tokens]
+    float64. Equal values become 0.
     """
     scale = (whole.variance + EPSILON) ** -0.5
     return torch.where(mask != 0, (values.to(torch.float64) - whole.mean) * scale, 0.0)
@@ -193,10 +195,9 @@ def overlong_penalty(lengths: Tensor, *, longest: int, cache: int, factor: float
 
 
 def less_kl(token_rewards: Tensor, kl: Tensor, mask: Tensor, coef: float) -> Tensor:
-    """KL penalty in the reward (arXiv 1909.08593): R - coef·kl at every unmasked token; [batch, tokens] each, returns
-    float64.
+    """Subtract a KL penalty from the reward of every unmasked token: R - coef·kl; 0 elsewhere (arXiv 1909.08593).
 
-    `kl` is the k1 estimate (`losses.kl_estimate`): it is unbiased, and no gradient of a reward is taken. A KL loss is
-    separate: add k2 or k3 to the token losses.
+    All tensors [batch, tokens]; returns float64. `kl` is the k1 estimate (`losses.kl_estimate`): it is unbiased, and no
+    gradient of a reward is taken. A KL loss is separate: add k2 or k3 to the token losses.
     """
     return torch.where(mask != 0, token_rewards.to(torch.float64) - coef * kl.detach().to(torch.float64), 0.0)

@@ -151,7 +151,7 @@ def clip_fraction_tokens(
 def gspo_clip_fraction_tokens(
     logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor, *, clip_low: float, clip_high: float
 ) -> Tensor:
-    """Like `clip_fraction_tokens`, with the sequence ratio; shapes as in `gspo_loss`."""
+    """1.0 where the clip of `gspo_loss` removes the gradient of a token, else 0.0; shapes as in `gspo_loss`."""
     ratio = sequence_ratio(logp, old_logp, mask).expand(logp.shape)
     return _held(ratio, advantages, clip_low, clip_high).to(logp.dtype)
 
@@ -166,7 +166,7 @@ def cispo_clip_fraction_tokens(logp: Tensor, old_logp: Tensor, *, clip_low: floa
 
 
 def token_ratio(logp: Tensor, old_logp: Tensor) -> Tensor:
-    """r = exp(logp - old_logp) with the log-ratio clamped to ±20; both of one shape.
+    """Probability ratio r = exp(logp - old_logp) of each token, with the log-ratio clamped to ±20; both of one shape.
 
     The gradient flows through `logp` only.
     """
@@ -174,8 +174,10 @@ def token_ratio(logp: Tensor, old_logp: Tensor) -> Tensor:
 
 
 def sequence_ratio(logp: Tensor, old_logp: Tensor, mask: Tensor) -> Tensor:
-    """s = exp(mean of log r over the row's trained tokens), [batch, tokens] to [batch, 1], detached; 1 for a row
-    without any.
+    """Probability ratio of each sequence: s = exp(mean of log r over the row's trained tokens), clamped like
+    `token_ratio`.
+
+    Inputs [batch, tokens]; returns [batch, 1], detached; 1 for a row without trained tokens.
     """
     trained = mask != 0
     apart = torch.where(trained, logp.detach() - old_logp.detach(), 0.0)
@@ -184,6 +186,9 @@ def sequence_ratio(logp: Tensor, old_logp: Tensor, mask: Tensor) -> Tensor:
 
 
 def _held(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> Tensor:
+    """Where PPO's clip removes the gradient: the ratio is beyond the bound in the direction that the advantage pushes
+    it.
+    """
     return ((advantages > 0) & (ratio > 1 + clip_high)) | ((advantages < 0) & (ratio < 1 - clip_low))
 
 

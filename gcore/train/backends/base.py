@@ -1,4 +1,4 @@
-"""Train backend: a model with its optimizer, distributed over ranks.
+"""Interface of a train backend: a model with its optimizer, distributed over ranks.
 
 `DeepSpeedBackend` implements it. A backend does not know what the outputs mean or in which order models are updated
 (`gcore.train.step`). All methods are collectives unless stated otherwise.
@@ -18,15 +18,17 @@ from gcore.models.replicas import Extent
 from gcore.train.batching import Feeding, LogitsOf
 
 TensorKind = Literal["served", "master", "exp_avg", "exp_avg_sq"]
-"""`served`: in the dtype of the forward pass; `master`: float32; the others are Adam's state, float32."""
+"""Which value of a parameter. `served`: in the dtype of the forward pass; `master`: float32; the others are Adam's two
+moments, float32.
+"""
 AdamKind = Literal["exp_avg", "exp_avg_sq"]
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateResult:
-    """Whether an update was applied, and the global gradient norm before clipping.
+    """The outcome of one optimizer update on all ranks.
 
-    Not applied: the norm was not finite.
+    `applied`: False if it was skipped because the gradient norm was not finite. `grad_norm`: global, before clipping.
     """
 
     applied: bool
@@ -34,7 +36,7 @@ class UpdateResult:
 
 
 class TrainBackend(Protocol):
-    """A model being trained."""
+    """A model in training, seen from one rank."""
 
     @property
     def module(self) -> nn.Module:
@@ -43,61 +45,70 @@ class TrainBackend(Protocol):
 
     @property
     def feeding(self) -> Feeding:
-        """Device, vocabulary, and layout of rows. Not a collective."""
+        """How the model's inputs are laid out: device, number of token ids, packed or padded rows. Not a collective."""
         ...
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Shape of every parameter, in the order of `tensors`. Not a collective."""
+        """Full shape of every parameter by name, in the order of `tensors`. Not a collective."""
         ...
 
     @property
     def outputs_of(self) -> LogitsOf:
-        """Compute the model's outputs for the scored tokens, [n, width]."""
+        """The function that computes the model's outputs for the scored tokens, [n, width]. Calling it is a collective."""
         ...
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
-        """Back-propagate this rank's part of the global loss. `last`: the last micro-batch of the update."""
+        """Back-propagate this rank's part of the global loss. `last`: it is the last micro-batch of the update."""
         ...
 
     def flush(self) -> None:
-        """Finish the gradients of an update whose last micro-batches have no trained token."""
+        """Complete the gradients of an update if the last micro-batch that was back-propagated was not marked as
+        `last`.
+        """
         ...
 
     def scale_gradients(self, factor: float) -> None:
-        """Multiply the gradients of the next update, after the last `backward`. Not a collective."""
+        """Multiply the accumulated gradients by `factor`, between the last `backward` and `update`. Not a collective."""
         ...
 
     def update(self, learning_rate: float) -> UpdateResult:
-        """Clip and apply the gradients; skip the update if their norm is not finite."""
+        """Clip and apply the accumulated gradients; skip the update if their global norm is not finite."""
         ...
 
     def tensors(self, kind: TensorKind) -> Iterator[NamedTensor]:
-        """Gather every parameter, one by one, on every rank. A collective: every rank reads to the end."""
+        """Gather every parameter, or its value of `kind`, in full on every rank, one by one.
+
+        Gathering is a collective, so every rank must read the iterator to the end.
+        """
         ...
 
     def buffers(self) -> Iterator[NamedTensor]:
-        """Tensors that a model saves in addition to its parameters. Not a collective."""
+        """The persistent buffers: tensors that a model saves in addition to its parameters. Not a collective."""
         ...
 
     def extents(self) -> Iterator[Extent]:
-        """The extent of each parameter that this rank updates, which may be empty. Not a collective."""
+        """For each parameter, the range of elements that this rank updates; none where it has no element. Not a
+        collective.
+        """
         ...
 
     def pieces(self, kind: str, extents: Iterable[Extent]) -> Iterator[Tensor]:
-        """This rank's own values of `master` or of Adam's state, flat, one per extent. Not a collective."""
+        """This rank's values of `kind` (`master` or one of Adam's moments), flat, one tensor per extent. Not a
+        collective.
+        """
         ...
 
     def restore(self, kind: AdamKind, values: Iterable[NamedTensor]) -> None:
-        """Set one half of Adam's state from whole tensors, in any order."""
+        """Set one of Adam's two moments from full tensors, in any order."""
         ...
 
     def restore_optimizer(self, states: Mapping[AdamKind, Path], adam_steps: int) -> None:
-        """Set Adam's state from safetensors files with the parameters' names, and its update count."""
+        """Set Adam's moments from safetensors files with the parameters' names, and its step count to `adam_steps`."""
         ...
 
     def count_updates(self, adam_steps: int) -> None:
-        """Set Adam's update count."""
+        """Set Adam's step count to `adam_steps`."""
         ...
 
     def forward_tensors(self) -> Iterator[Tensor]:

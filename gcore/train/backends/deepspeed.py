@@ -1,16 +1,16 @@
 """A model under DeepSpeed ZeRO, policy or critic: exact global gradients, updates, and access to full tensors.
 
-The recipe is the same for stages 1, 2 and 3:
+How it works is the same for stages 1, 2 and 3:
 
 - The caller scales each micro-batch's loss to its part of the global loss. DeepSpeed averages over ranks, so the loss
   is multiplied by their number here. The accumulation boundary is set before each backward, so a mini-batch may have
   any number of micro-batches. All ranks must run the same number of forwards and backwards.
 - No compiler is needed: it uses torch's fused Adam and no shared-memory collectives.
 - At load one update with learning rate 0 creates Adam's state without changing weights; then the state is set from the
-  checkpoint. Weights are in the module before DeepSpeed takes it over. A checkpoint therefore loads at any stage and
-  number of ranks.
+  checkpoint. The weights are loaded into the module before DeepSpeed partitions it. A checkpoint therefore loads at any
+  stage and number of ranks.
 
-Every rank loads the whole weights before ZeRO partitions them: host memory must hold the model once per rank.
+Every rank loads the full weights before ZeRO partitions them: host memory must hold the model once per rank.
 
 The module does not know what the outputs mean (policy or critic), or in which order models are updated (`step`).
 """
@@ -51,6 +51,7 @@ from gcore.train.batching import Feeding, LogitsOf, make_dummy
 from gcore.train.hf_models import logits_of, parameter_groups, set_evaluation_mode
 
 LARGEST_BUCKET = 500_000_000
+"""Maximum number of elements in one of DeepSpeed's communication buckets."""
 
 
 ADAM_EPS = 1e-8
@@ -58,7 +59,9 @@ ADAM_EPS = 1e-8
 
 @dataclass(frozen=True, slots=True)
 class OptimizerSettings:
-    """DeepSpeed settings of a model: dtype, ZeRO stage, and Adam's settings."""
+    """Settings from which a model's DeepSpeed configuration is made: ZeRO stage, bfloat16 or not, Adam, gradient
+    clipping.
+    """
 
     zero_stage: int
     half: bool
@@ -68,17 +71,23 @@ class OptimizerSettings:
 
     @classmethod
     def of(cls, train: TrainSpec, own: TrainSpec | CriticSpec) -> OptimizerSettings:
-        """`own`: the spec section with the model's own settings."""
+        """Take ZeRO stage, dtype and betas from `train`, weight decay and gradient clipping from `own`.
+
+        `own`: the spec section with the model's own settings (policy: `train`, critic: `train.critic`).
+        """
         return cls(train.zero_stage, train.dtype == "bf16", train.betas, own.weight_decay, own.max_grad_norm)
 
 
 class DeepSpeedBackend:
-    """A model in training. All methods except `shapes` and `buffers` are collectives unless stated otherwise."""
+    """A model in training; implements `TrainBackend`. All methods are collectives unless stated otherwise."""
 
     def __init__(self, module: nn.Module, how: OptimizerSettings, feeding: Feeding) -> None:
-        """Take over a module in float32, with Adam's state zero."""
+        """Partition `module` over the ranks, and create its optimizer with Adam's state zero. The module must be in
+        float32.
+        """
         silence_deepspeed()
         shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
+        """Full shape of every parameter by name, in the order of `tensors`."""
         # DeepSpeed rounds the whole module, and creates its float32 copy from that. Below, the lost bits of parameters
         # are restored, and all bits of buffers, because rotary frequencies need full precision.
         masters = {name: one.detach().clone() for name, one in module.named_parameters()} if how.half else {}
@@ -94,9 +103,9 @@ class DeepSpeedBackend:
             buffer.data = buffers[name].to(buffer.device)
         self._engine = engine
         self.module = module
-        """The module of the forward pass."""
+        """The module whose forward pass is trained."""
         self.updater: Any = engine.optimizer
-        """DeepSpeed's optimizer, around torch's own."""
+        """DeepSpeed's ZeRO optimizer, which wraps torch's own."""
         self._stage = how.zero_stage
         self._ranks: int = engine.world_size
         self._names: dict[str, nn.Parameter] = dict(module.named_parameters())
@@ -110,25 +119,27 @@ class DeepSpeedBackend:
             self._set(self._names[name], value.to(feeding.device), "master")
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
-        """Back-propagate this rank's part of the global loss. `last`: the last of the update."""
+        """Back-propagate this rank's part of the global loss. `last`: it is the last micro-batch of the update."""
         self._engine.set_gradient_accumulation_boundary(last)
         self._engine.backward(loss * self._ranks, scale_wrt_gas=False)
 
     def flush(self) -> None:
-        """Finish the gradients of an update whose last micro-batches have no trained token, because DeepSpeed passes
-        them to its optimizer in the last backward.
+        """Complete an update's gradients by a backward pass of zeros that is marked as last.
+
+        DeepSpeed passes gradients to its optimizer only in the last backward, and the last micro-batches of a streamed
+        step may have no trained token.
         """
         self.backward(self.outputs_of(make_dummy(self.feeding).inputs).float().sum() * 0.0, last=True)
 
     @torch.no_grad()
     def scale_gradients(self, factor: float) -> None:
-        """Multiply the gradients of the next update, after the last `backward`. Not a collective."""
+        """Multiply the accumulated gradients by `factor`, between the last `backward` and `update`. Not a collective."""
         for gradients in self.updater.averaged_gradients.values():
             for gradient in gradients or ():
                 gradient.mul_(factor)
 
     def update(self, learning_rate: float) -> UpdateResult:
-        """Clip and apply the gradients; skip the update if their norm is not finite."""
+        """Clip and apply the accumulated gradients; skip the update if their global norm is not finite."""
         for group in self.updater.param_groups:
             group["lr"] = learning_rate
         self._engine.step()
@@ -137,7 +148,10 @@ class DeepSpeedBackend:
         return UpdateResult(applied, float(norm) if applied and norm is not None else float("inf"))
 
     def tensors(self, kind: TensorKind) -> Iterator[NamedTensor]:
-        """Gather every parameter, one by one, on every rank. Every rank must read to the end."""
+        """Gather every parameter, or its value of `kind`, in full on every rank, one by one.
+
+        Gathering is a collective, so every rank must read the iterator to the end.
+        """
         for name, parameter in self._names.items():
             if kind != "served":
                 value = (
@@ -153,14 +167,14 @@ class DeepSpeedBackend:
                 yield NamedTensor(name, parameter.detach())
 
     def buffers(self) -> Iterator[NamedTensor]:
-        """Tensors that a model saves in addition to its parameters, usually none. Not a collective."""
+        """The persistent buffers, which a model saves in addition to its parameters; usually none. Not a collective."""
         saved = self.module.state_dict().keys()
         for name, buffer in self.module.named_buffers():
             if name in saved:
                 yield NamedTensor(name, buffer)
 
     def extents(self) -> Iterator[Extent]:
-        """The extent of each parameter that this rank updates, which may be empty. Not a collective."""
+        """For each parameter of which this rank updates a part, the range of its flat elements. Not a collective."""
         for name, parameter in self._names.items():
             if self._stage == 3:
                 whole = math.prod(self.shapes[name])
@@ -174,7 +188,9 @@ class DeepSpeedBackend:
                 yield Extent(name=name, start=start, numel=numel)
 
     def pieces(self, kind: str, extents: Iterable[Extent]) -> Iterator[Tensor]:
-        """This rank's own values of `master`, `exp_avg` or `exp_avg_sq`, flat, one per extent. Not a collective."""
+        """This rank's values of `kind` (`master`, `exp_avg` or `exp_avg_sq`), flat, one tensor per extent. Not a
+        collective.
+        """
         for extent in extents:
             parameter = self._names[extent.name]
             if self._stage == 3:
@@ -188,17 +204,17 @@ class DeepSpeedBackend:
                 yield parameter._hp_mapping.get_hp_fragment(None if kind == "master" else kind)  # type: ignore[attr-defined]
 
     def restore(self, kind: AdamKind, values: Iterable[NamedTensor]) -> None:
-        """Set one half of Adam's state from whole tensors, in any order."""
+        """Set one of Adam's two moments from full tensors, in any order."""
         for one in values:
             parameter = self._names[one.name]
             self._set(parameter, one.tensor.to(parameter.device), kind)
 
     def count_updates(self, adam_steps: int) -> None:
-        """Set Adam's update count."""
+        """Set Adam's step count to `adam_steps`."""
         self._set_adam_steps(adam_steps)
 
     def restore_optimizer(self, states: Mapping[AdamKind, Path], adam_steps: int) -> None:
-        """Set Adam's state from safetensors files with the parameters' names, and its update count."""
+        """Set Adam's moments from safetensors files with the parameters' names, and its step count to `adam_steps`."""
         for kind, path in states.items():
             with safe_open(path, framework="pt") as file:
                 for name, parameter in self._names.items():
@@ -246,7 +262,10 @@ class DeepSpeedBackend:
 
 
 def partition_module(module: nn.Module, train: TrainSpec) -> Any:
-    """Partition a frozen module over the ranks (ZeRO stage 3): each layer is gathered when it computes."""
+    """Partition a frozen module over the ranks with ZeRO stage 3: each layer is gathered when it computes.
+
+    Returns the DeepSpeed engine around the module.
+    """
     silence_deepspeed()
     buffers = {name: one.detach().clone() for name, one in module.named_buffers()}
     zero: dict[str, Any] = {"stage": 3}
@@ -278,10 +297,9 @@ def forward_tensors(module: nn.Module) -> Iterator[Tensor]:
 
 
 def optimizer_tensors(root: object) -> Iterator[Tensor]:
-    """All tensors of a DeepSpeed optimizer: in its attributes and their contents, in torch's own optimizer, and
-    attached to tensors.
+    """All tensors that a DeepSpeed optimizer reaches, except those of modules, which belong to the forward pass.
 
-    Excludes those of modules, which belong to the forward pass.
+    Follows attributes, collections, torch's own optimizer, gradients, and attributes of tensors, from `root`.
     """
     seen: set[int] = set()
     left: list[Any] = [root]
@@ -305,7 +323,10 @@ def optimizer_tensors(root: object) -> Iterator[Tensor]:
 
 
 def silence_deepspeed() -> None:
-    """Disable DeepSpeed's log output, its compiler, and its unused optimizer import. Call before `initialize`."""
+    """Disable DeepSpeed's log output, its shared-memory collectives (which need a compiler), and its import of Muon.
+
+    Call it before `deepspeed.initialize`.
+    """
     deepspeed_logger.setLevel(logging.WARNING)
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     _leave_muon_out()

@@ -1,9 +1,9 @@
-"""Process group of the ranks: rendezvous, and collectives for small values: sums, maxima, and agreement checks.
+"""The process group of a world's ranks: rendezvous, and collectives for small values (sums, maxima, agreement checks).
 
 Rank 0 listens on its own address only; gloo and NCCL are bound to the interface with that address. All communication
 uses tensors; no objects are sent. DeepSpeed handles gradients and parameters.
 
-Nothing here times out by itself: the supervisor's watchdog ends a rank that waits for a lost one.
+Nothing here times out soon by itself: the supervisor's watchdog ends a rank that waits for a lost one.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ SIOCGIFADDR = 0x8915
 
 
 MEETING_TIMEOUT = timedelta(minutes=10)
+"""Maximum time that a rank waits at the store for the other ranks."""
 
 
 COLLECTIVE_TIMEOUT = timedelta(hours=2)
@@ -36,16 +37,16 @@ COLLECTIVE_TIMEOUT = timedelta(hours=2)
 
 
 class WorldDiverged(GcoreError):
-    """The ranks of a world would not do the same thing."""
+    """The ranks of a world do not agree on what to do next, for example which step to train."""
 
 
 class RendezvousFailed(GcoreError):
-    """The ranks could not meet."""
+    """A rank could not join the process group."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """Where and as which rank to join. `host`: the rank's own address."""
+    """What a rank needs to join the process group: its rank, the number of ranks, and its own address `host`."""
 
     rank: int
     size: int
@@ -54,14 +55,16 @@ class Rendezvous:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OpenStore:
-    """The store in which ranks meet, and its address host:port."""
+    """Rank 0's key-value store (torch's TCPStore), over which the ranks find each other, and its address host:port."""
 
     store: TCPStore
     address: str
 
 
 class Collective:
-    """The world of ranks, seen from one rank. All methods are collectives: every rank calls them in the same order."""
+    """The process group of a world, seen from one rank. All methods are collectives: every rank calls them in the same
+    order.
+    """
 
     def __init__(self, rank: int, size: int, device: torch.device) -> None:
         self.rank = rank
@@ -70,7 +73,9 @@ class Collective:
 
     @classmethod
     def join(cls, meeting: Rendezvous, store: TCPStore) -> Collective:
-        """Join the world that meets in `store`; returns when all ranks have joined. Raises RendezvousFailed."""
+        """Join the process group through the store of rank 0; returns when all ranks have joined. Raises
+        RendezvousFailed.
+        """
         cuda = torch.cuda.is_available()
         device = torch.device("cuda", 0) if cuda else torch.device("cpu")
         if cuda:
@@ -113,7 +118,7 @@ class Collective:
             raise WorldDiverged(f"the ranks do not agree on {what} ({listing})")
 
     def leave(self) -> None:
-        """Destroy the group. Only while no collective runs."""
+        """Destroy the process group. Call it only while no collective runs."""
         if dist.is_initialized():
             dist.destroy_process_group()
 
@@ -125,7 +130,7 @@ class Collective:
 
 
 def find_interface(host: str) -> str | None:
-    """The network interface with the address of `host`; None if there is none (the libraries then choose)."""
+    """The name of the network interface with the address of `host`; None if there is none (gloo and NCCL then choose)."""
     if is_loopback(host):
         return "lo"
     try:
@@ -146,7 +151,7 @@ def find_interface(host: str) -> str | None:
 
 
 def _interface_v6(host: str) -> str | None:
-    """The same for an IPv6 address, from the kernel's list."""
+    """The network interface with the IPv6 address of `host`, from the kernel's list; None if there is none."""
     try:
         found = socket.getaddrinfo(host, None, socket.AF_INET6, socket.SOCK_STREAM)[0][4][0]
         packed = socket.inet_pton(socket.AF_INET6, str(found).partition("%")[0]).hex()
@@ -157,7 +162,7 @@ def _interface_v6(host: str) -> str | None:
 
 
 def open_store(meeting: Rendezvous) -> OpenStore:
-    """Open rank 0's store on its own address. Raises RendezvousFailed."""
+    """Open rank 0's store on its own address and a free port. Raises RendezvousFailed."""
     with _meeting_errors(meeting):
         # By default the store listens on every interface; with a socket it listens only on that.
         listener = listen(meeting.host)

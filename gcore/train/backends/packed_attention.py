@@ -1,8 +1,9 @@
 """Causal attention over sequences packed end to end in one row, for models whose attention can be replaced.
 
-The row is split into the micro-batch's rectangles, which are views: sequences of similar length side by side. Each uses
-plain causal attention, and the rest of the model (projections, norms, output layer) does not depend on the arrangement.
-On CUDA, in half precision, torch's variable-length kernel computes all rectangles at once, if its results are correct.
+The row is split into the micro-batch's rectangles (sequences of similar length, padded to one length), which are views
+of it. Each uses plain causal attention, and the rest of the model (projections, norms, output layer) does not depend on
+the arrangement. On CUDA, in half precision, torch's variable-length kernel computes all rectangles at once, if its
+results are correct.
 
 Unsupported features (sliding windows, soft caps, sinks, position biases) are refused, never ignored, and so is
 attention across rectangles. `choose_feeding` in `gcore.train.models` tests which models can be packed.
@@ -26,18 +27,18 @@ log = logging.getLogger("gcore.train")
 
 
 NAME = "gcore_packed"
-"""Name in the model's configuration (`attn_implementation`)."""
+"""The name of this attention in a model's configuration (`attn_implementation`)."""
 
 
 Varlen = Callable[..., Any]
 
 
 class UnsupportedPackedAttention(Exception):
-    """The model needs an attention feature that is not supported; the text names it."""
+    """The model needs an attention feature that packed attention does not support; the text names the feature."""
 
 
 class PackedAttention:
-    """Registered once per process, for policy and reference.
+    """An attention function for transformers models; registered once per process, for policy, critic and reference.
 
     `lay` defines how the next forward's row is split. A layer that is recomputed in its backward pass (activation
     checkpointing) uses the same split, because every backward directly follows its forward.
@@ -49,16 +50,16 @@ class PackedAttention:
         self._bounds: Tensor | None = None
         self._longest = 0
         self.context = 0
-        """Maximum sequence length; a sliding window of at least this size has no effect."""
+        """Maximum sequence length in tokens of the model; a sliding window of at least this size has no effect."""
         self._varlen: Varlen | None = None
         self._takes_gqa = True
 
     def register(self) -> None:
-        """Register as the attention of models that are set to `NAME`."""
+        """Register this object in transformers as the attention of models whose `attn_implementation` is `NAME`."""
         AttentionInterface.register(NAME, self)
 
     def lay(self, rectangles: Sequence[Rectangle], device: torch.device) -> None:
-        """Set the rectangles of the next forward pass, in order, in one row."""
+        """Set how the row of the next forward pass is split: its rectangles, in order."""
         self._rectangles = tuple(rectangles)
         self._sizes = [one.tokens for one in rectangles]
         self._longest = max((one.length for one in rectangles), default=0)
@@ -68,9 +69,10 @@ class PackedAttention:
             self._bounds = bounds.to(device, non_blocking=True)
 
     def use_fastest(self, config: Any, dtype: torch.dtype, device: torch.device, *, beside: Any = None) -> None:
-        """Use the variable-length kernel if it exists and computes the same result as the plain attention.
+        """Use torch's variable-length kernel if it exists and its results agree with those of plain attention.
 
-        `beside`: configuration of another model with this attention, for which it must also hold.
+        `config`: the model's configuration, for its attention heads. `beside`: that of another model with this
+        attention, for which the results must agree too.
         """
         self._use(config, dtype, device)
         if beside is not None and self._varlen is not None:
@@ -131,7 +133,7 @@ class PackedAttention:
     ) -> tuple[Tensor, None]:
         """Attention with the interface of transformers: `query` [1, head, token, dim] → [1, token, head, dim].
 
-        Raises UnsupportedPackedAttention.
+        Raises UnsupportedPackedAttention if the model passes an argument that is not supported.
         """
         if softcap is not None or s_aux is not None or position_bias is not None:
             raise UnsupportedPackedAttention("a soft cap, attention sinks or a position bias")
@@ -173,4 +175,4 @@ class PackedAttention:
 
 
 PACKED = PackedAttention()
-"""The only instance per process, because there is one registry of attention functions."""
+"""The only instance in the process, because transformers has one registry of attention functions."""

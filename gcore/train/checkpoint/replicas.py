@@ -1,14 +1,16 @@
-"""In-memory replicas: each rank copies its state shard to the memory of its node and of a neighbor node, and a new
-world restores from them.
+"""In-memory replicas: each rank copies its state shard to the memory of its node and of another node.
+
+A new world (the training processes of a job, which are replaced together) restores from them if a rank or node is lost.
 
 Replicas are made after a step, before the rank reports it as applied, so that no step is committed without a replica;
 and once after loading, for a world that is lost before its first step. Each rank writes its shard into its node's
 memory (`gcore.models.replicas`) and sends it over gloo, from host memory, to the rank that keeps the second copy.
 
-At most two states exist: that of head, which is the last one whose successor became READY, and the next one, whose
-commit may still fail. Older states are deleted when a step begins, because its seal proves that the previous state is
-head's. States of older worlds are deleted too, but never those of newer worlds: a discarded world may still run without
-knowing it. The starting state of a world counts as one of the two, so that the memory of the previous world is enough.
+At most two states exist. One is the state of head: the last committed step, known because the next step became READY.
+The other is the next step's, whose commit may still fail. Older states are deleted when a step begins, because its seal
+proves that the previous state is head's. States of older worlds are deleted too, but never those of newer worlds: a
+discarded world may still run without knowing it. The starting state of a world counts as one of the two, so that the
+memory of the previous world is enough.
 
 A replica that does not fit into memory is skipped with a warning, and the step continues: a later loss then costs more
 steps. Controllers decide whether a world starts from replicas.
@@ -55,14 +57,17 @@ CHUNK_BYTES = 64 << 20
 """Bytes that are sent, received and written at once."""
 
 STATES = 2
-"""Maximum number of states of which a shard is replicated in memory."""
+"""Maximum number of states (after different steps) whose shards are kept in memory at a time."""
 
 SHARE = 4
-"""Replicas use at most 1 / SHARE of a node's free memory, unless the spec sets a size."""
+"""Replicas use at most 1 / SHARE of a node's free memory, unless the spec sets a size (`train.copies_gb`)."""
 
 
 class StateReplicator:
-    """One rank's part of replication. All methods are collectives."""
+    """Makes and deletes the in-memory replicas of one rank. All methods are collectives.
+
+    `wanted`: whether replicas are made: the spec allows them and they fit into the memory of all nodes.
+    """
 
     def __init__(self, launch: RankLaunch, collective: Collective, models: RankModels) -> None:
         self._launch = launch
@@ -77,16 +82,17 @@ class StateReplicator:
 
     @property
     def _chosen(self) -> bool:
-        """Whether this job makes replicas, the same on all its ranks."""
+        """Whether the spec and the launch document ask for replicas; the same on all ranks of the job."""
         return self._launch.spec.train.copies_gb != 0 and len(self._launch.nodes) == self._launch.world_size
 
     def _settle(self) -> None:
-        """Delete states of older worlds, except for the starting state of this one."""
+        """Delete replicas of older worlds, except for the starting state of this one."""
         launch = self._launch
         self._drop(lambda of: of.lineage < launch.lineage and of != launch.start.state)
 
     def begin(self, step: int) -> None:
-        """Delete states before the previous one, when a step starts to train from its READY seal.
+        """Delete outdated replicas when `step` starts to train, which proves that step - 1 is committed: those before
+        step - 1.
 
         A world without replicas of its own has only its starting state, which stays until its first step is finished.
         """
@@ -103,7 +109,11 @@ class StateReplicator:
             drop_copies(self._folder, self._launch.job_uid, unwanted)
 
     def keep(self, step: int, attempt: int, progress: UpdateCounts, tell: Callable[[], None]) -> int:
-        """Replicate the state after (step, attempt). Returns the bytes of this state on this node."""
+        """Make replicas of the state after (step, attempt). Returns the bytes stored on this rank's node, 0 if none are
+        made.
+
+        `progress`: update counts to store with the state.
+        """
         if not self.wanted:
             return 0
         launch = self._launch
@@ -117,7 +127,7 @@ class StateReplicator:
         return size
 
     def _fits(self) -> bool:
-        """Whether all ranks have room for their maximum amount of replicas. A collective."""
+        """Whether all ranks have room for as many replicas as may exist at a time. A collective."""
         rank, nodes = self._launch.rank, self._launch.nodes
         sizes = [0.0] * len(nodes)
         sizes[rank] = float(sum(shard_bytes(extents) for extents in self._extents.values()))
@@ -144,7 +154,7 @@ class StateReplicator:
         return not lacking
 
     def _lying(self) -> float:
-        """Bytes of this job's replicas on this node, after each of its ranks has settled."""
+        """Bytes of this job's replicas in the memory of this node, after all of its ranks have deleted outdated ones."""
         return (
             float(sum(one.size for one in list_copies(self._folder, self._launch.job_uid)))
             if self._launch.memory_dir
@@ -152,7 +162,7 @@ class StateReplicator:
         )
 
     def _write(self, of: WorldState, progress: UpdateCounts, tell: Callable[[], None]) -> CopyHeader | None:
-        """Write this rank's own shard; None if there was no room."""
+        """Write this rank's own shard into the memory of its node; returns its header, or None if there was no room."""
         path, digest, size = data_file(self._folder, of, self._launch.rank), hashlib.sha256(), 0
         try:
             with path.open("wb") as file:
@@ -183,7 +193,10 @@ class StateReplicator:
                     yield values.detach().to("cpu", torch.float32).contiguous().view(torch.uint8).numpy().data
 
     def _exchange(self, of: WorldState, mine: CopyHeader | None, tell: Callable[[], None]) -> int:
-        """Send this rank's shard to its keeper, and store the shards of others; returns the bytes stored."""
+        """Send this rank's shard to the rank that keeps the second copy, and store the shards that others send here.
+
+        Returns the bytes stored for others.
+        """
         rank, keeper = self._launch.rank, self._keepers[self._launch.rank]
         sending: list[dist.Work] = []
         held: list[Tensor] = []  # keeps buffers alive while they are sent
@@ -206,7 +219,9 @@ class StateReplicator:
         return kept
 
     def _mapped(self, of: WorldState, mine: CopyHeader | None) -> Tensor | None:
-        """This rank's written shard, to be sent; None if there is none, or if the file was removed."""
+        """This rank's written shard as a memory-mapped tensor, to be sent; None if it was not written or its file was
+        removed.
+        """
         if mine is None or not mine.size:
             return None if mine is None else torch.empty(0, dtype=torch.uint8)
         path = data_file(self._folder, of, self._launch.rank)
@@ -217,7 +232,10 @@ class StateReplicator:
             return None
 
     def _receive(self, of: WorldState, sender: int, tell: Callable[[], None]) -> int:
-        """Receive one shard from another node; returns the bytes stored. Received data without room are dropped."""
+        """Receive and store the shard of rank `sender`, on another node; returns the bytes stored.
+
+        If there is no room, the data are received and dropped.
+        """
         lengths = torch.empty(2, dtype=torch.int64)
         dist.recv(lengths, sender, group=self._group)
         encoded, size = (int(value) for value in lengths)
@@ -255,13 +273,15 @@ class StateReplicator:
 
 
 def trained_models(models: RankModels) -> dict[str, TrainBackend]:
-    """The models that a rank trains, by their names in replicas."""
+    """The models that a rank trains, by the names that they have in replicas: `policy`, `critic`."""
     named: dict[str, TrainBackend] = {"policy": models.policy}
     return named if models.critic is None else {**named, "critic": models.critic}
 
 
 def host_group(collective: Collective) -> dist.ProcessGroup | None:
-    """A group of all ranks for host memory; None if the world itself supports it. A collective."""
+    """A gloo process group of all ranks for tensors in host memory; None if the default group supports them. A
+    collective.
+    """
     if collective.size == 1 or collective.device.type == "cpu":
         return None
     group: dist.ProcessGroup = dist.new_group(backend="gloo")
@@ -269,28 +289,31 @@ def host_group(collective: Collective) -> dist.ProcessGroup | None:
 
 
 def _show(path: Path, data: bytes) -> None:
-    """Write the header last, so that a replica is either complete or absent."""
+    """Write a replica's header file atomically, after its data, so that a replica is either complete or absent."""
     part = path.with_name(f".{path.name}.part")
     part.write_bytes(data)
     part.replace(path)
 
 
 class CopiesLost(GcoreError):
-    """A state is not complete in the memory of this world's nodes."""
+    """The state to restore is not complete and intact in the memory of this world's nodes."""
 
 
 class ReplicaRestore:
     """Restores a state from in-memory replicas, into a world with any number of ranks and any ZeRO stage.
 
     All methods are collectives. Every rank scans its own node's memory. Each shard is read once, by the first rank that
-    has it; that rank verifies its digest first, and then broadcasts it parameter by parameter. The launch document,
-    which has it from the rollback in the log, names the state. Replicas of other worlds or steps, and incomplete ones,
+    has it; that rank verifies its digest first, and then broadcasts it parameter by parameter. The launch document
+    names the state (which the log's rollback entry recorded). Replicas of other worlds or steps, and incomplete ones,
     are ignored. If a shard is missing or damaged, the world does not start and the error names the shard; the next
     world starts from a checkpoint.
     """
 
     def __init__(self, launch: RankLaunch, of: WorldState, collective: Collective, tell: Callable[[], None]) -> None:
-        """Find and verify the state. Raises CopiesLost, on every rank or on the one that found damage."""
+        """Find the shards of the state `of` and verify them. `progress` has the update counts of the state afterwards.
+
+        Raises CopiesLost, on every rank or on the one that found damage.
+        """
         self._folder = Path(launch.memory_dir)
         self._job_uid = launch.job_uid
         self._of = of
@@ -312,14 +335,17 @@ class ReplicaRestore:
         self.progress = self._agreed()
 
     def fill(self, model: str, module: nn.Module) -> None:
-        """Replace the weights of a whole module by those of `model`, in float32. Raises CopiesLost."""
+        """Replace the float32 weights of a complete (not partitioned) module by those of `model` in the state.
+
+        `model`: `policy` or `critic`. Raises CopiesLost.
+        """
         parameters = dict(module.named_parameters())
         with torch.no_grad():
             for one in self._values(model, "master", {name: p.shape for name, p in parameters.items()}):
                 parameters[one.name].copy_(one.tensor)
 
     def restore(self, models: RankModels) -> None:
-        """Restore Adam's state of all models."""
+        """Restore Adam's moments and step counts of all trained models. Raises CopiesLost."""
         done = {
             "policy": self.progress.updates - self.progress.skipped,
             "critic": self.progress.critic_updates - self.progress.critic_skipped,
@@ -331,7 +357,7 @@ class ReplicaRestore:
             model.count_updates(done[name])
 
     def _find(self) -> list[int]:
-        """For each shard, the rank that reads it."""
+        """For each shard of the state, the rank that reads it. Raises CopiesLost if no rank has a shard."""
         rank, size, shards = self._collective.rank, self._collective.size, self._of.shards
         held = {header.shard for header in list_copies(self._folder, self._job_uid) if header.of == self._of}
         mine = [float(rank == r and s in held) for s in range(shards) for r in range(size)]
@@ -346,7 +372,7 @@ class ReplicaRestore:
         return [source for source in sources if source is not None]
 
     def _shared(self, shard: int) -> CopyHeader:
-        """A shard's header, on all ranks."""
+        """Broadcast a shard's header from the rank that reads it to all ranks."""
         source, own = self._sources[shard], self._mine.get(shard)
         data = own.header.encode() if own is not None else b""
         length = torch.tensor([len(data)], dtype=torch.int64)
@@ -364,7 +390,7 @@ class ReplicaRestore:
         return UpdateCounts(*counts.pop())
 
     def _values(self, model: str, kind: str, shapes: Mapping[str, torch.Size]) -> Iterator[NamedTensor]:
-        """Every whole parameter of a model, in the order of `shapes`, in host memory, on every rank."""
+        """Every parameter's values of `kind` in full, in the order of `shapes`, in host memory, on every rank."""
         places: dict[str, list[tuple[int, int, int, int]]] = {name: [] for name in shapes}
         for shard, header in enumerate(self._headers):
             for of_model, of_kind, extent, offset in header.places():
@@ -403,7 +429,7 @@ class _Shard:
 
     @classmethod
     def open(cls, folder: Path, job_uid: str, of: WorldState, shard: int, tell: Callable[[], None]) -> _Shard | None:
-        """None if it was removed, or its digest differs."""
+        """Map a shard of the state and verify its digest; None if it was removed or the digest differs."""
         header = next((h for h in list_copies(folder, job_uid) if h.of == of and h.shard == shard), None)
         if header is None:
             return None

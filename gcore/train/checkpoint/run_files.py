@@ -1,9 +1,10 @@
 """Files that train ranks write into the run folder: background checkpoint writes, retries, and receipts.
 
-A checkpoint is written from a snapshot that no step changes, in its own thread, one at a time. It is `saved` when it is
-complete and on disk under its name. Until then it is a hidden folder, which the next world removes if the process is
-killed. A disk error costs no step: the write ends with its reason, and the next due checkpoint is the next try. The
-last checkpoint of a job is retried until it is written or given up.
+A receipt records what a rank trained in one step; the audit compares it with the log. A checkpoint is written from a
+snapshot that no step changes, in its own thread, one at a time. It is `saved` when it is complete and on disk under its
+name. Until then it is a hidden folder, which the next world (set of training processes) removes if the process is
+killed. A disk error does not stop training: the write ends with its reason, and the next due checkpoint is the next
+try. The last checkpoint of a job is retried until it is written or the process ends.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ from gcore.types import Version
 
 
 class RunFolder:
-    """The run folder of one rank, with a check that it is still the same folder. Thread-safe.
+    """The run folder as one rank sees it, with a check that the path still leads to the same folder. Thread-safe.
 
     If a mount is lost or the folder is moved away, a writer that creates missing folders would continue in an empty
     folder, with checkpoints that no other node sees and receipts that the audit misses. Therefore each write first
-    checks that it is the folder that was found first.
+    calls `check`.
     """
 
     def __init__(self, path: Path) -> None:
@@ -44,7 +45,10 @@ class RunFolder:
         self.check()
 
     def check(self) -> None:
-        """Raise OSError if it is not the folder that was found the first time. Before that the folder may be missing."""
+        """Raise OSError if the path leads to another folder than at the first check, or to none any more.
+
+        Before it was found for the first time, the folder may be missing.
+        """
         try:
             found = self.path.stat()
         except FileNotFoundError:
@@ -60,25 +64,24 @@ class RunFolder:
 log = logging.getLogger("gcore.train")
 
 WRITE_AGAIN_S = 5.0
-"""Seconds between a failed try and the next."""
+"""Seconds between a failed try to write weights or a receipt and the next."""
 
 TELL_S = 0.5
-"""Seconds between progress reports meanwhile."""
+"""Seconds between progress reports while a retry is awaited."""
 
 Highest = Callable[[Sequence[float]], list[float]]
 """Maximum of each number over the ranks; a collective."""
 
 
 class WriteRefused(GcoreError):
-    """The run folder did not accept files that training needs."""
+    """The run folder did not accept files that training needs, in spite of retries."""
 
 
 class RetryingWriter:
-    """Writes files that a step needs (staged weights, receipts), with retries until the run folder accepts them.
+    """Writes files that a step needs (staged weights, receipts), with retries on all ranks until the run folder accepts
+    them.
 
-    Of one rank.
-
-    A full disk must not cost a world, because the next world would find the same disk. All ranks try together, because
+    A full disk must not end a world, because the next world would find the same disk. All ranks try together, because
     gathering weights is a collective, and all learn why a try failed. `show` gets the error that is being retried, and
     an empty text when it is over. If the folder accepts nothing for `limit_s`, the watchdog's limit, the world ends
     with an error that names the folder. Errors other than disk errors are raised at once.
@@ -94,7 +97,8 @@ class RetryingWriter:
     ) -> None:
         """Run `attempt` on all ranks until it fails on none. A collective. Raises WriteRefused on every rank.
 
-        `attempt` may raise OSError or DiskFull only after its own collectives.
+        `attempt` may raise OSError or DiskFull only after its own collectives. `what` and `where` name the file and its
+        folder in messages. `tell` is called while a retry is awaited, so that the watchdog sees progress.
         """
         waited = 0.0
         while True:
@@ -123,7 +127,7 @@ class RetryingWriter:
 
 
 def _tried(attempt: Callable[[], None], where: Path) -> int:
-    """Error number of the disk error, or 0."""
+    """Run `attempt`; returns the error number (errno) of its disk error, or 0."""
     try:
         attempt()
     except (OSError, DiskFull) as error:
@@ -135,25 +139,27 @@ def _tried(attempt: Callable[[], None], where: Path) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ReceiptWriter:
-    """Writes what a rank trained: one JSON line per token, on disk before the rank reports the token as applied.
+    """Writes a rank's receipts: one JSON line per trained token (lineage, step, attempt), with the samples that it
+    trained.
 
-    The audit compares receipts with the log. A line without newline was being written when its rank died, before
-    anything was reported. Receipts of a discarded world stay; they name their world.
+    The line is on disk before the rank reports the step as applied. The audit compares receipts with the log. A line
+    without newline was being written when its rank died, before anything was reported. Receipts of a discarded world
+    stay; they name their world.
     """
 
     run_dir: Path
     world: str
     rank: int
     folder: RunFolder | None = None
-    """Checked before each write, if set."""
+    """If set, its `check` is called before each write."""
 
     @property
     def file(self) -> Path:
-        """The file of this rank."""
+        """The path of this rank's receipts: one file per world and rank."""
         return receipts_file(self.run_dir, self.world, self.rank)
 
     def write(self, work: StepInput, loss: float | None) -> None:
-        """Append the receipt of a trained step with fsync.
+        """Append the receipt of a trained step and fsync it. `loss`: of the step, or None.
 
         Raises OSError; then nothing of it is in the file, and it may be written again.
         """
@@ -198,16 +204,16 @@ def _write_all(file: FileIO, data: bytes) -> None:
 
 
 CHECKPOINT_AGAIN_S = 10.0
-"""Seconds between a failed try and the next, for the last checkpoint."""
+"""Seconds between a failed try to write the job's last checkpoint and the next."""
 
 CHECKPOINT = "checkpoint"
-"""Phase of a rank that takes a snapshot, waits for the previous write, or writes while idle."""
+"""Phase of a rank that takes a snapshot, waits for the previous checkpoint write, or writes while no step runs."""
 
 WriteCallback = Callable[[int], None]
-"""Called with the number of further bytes passed to the disk."""
+"""Called with the number of bytes written to disk since the last call."""
 
 Fill = Callable[[Path, WriteCallback], None]
-"""Writes a whole checkpoint into the given folder. Raises OSError."""
+"""Writes a complete checkpoint into the given folder. Raises OSError."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,9 +227,10 @@ class WrittenCheckpoint:
 
 @dataclass(frozen=True, slots=True)
 class WriteProgress:
-    """Progress of the newest write in bytes of `total`. `error`: why the last try failed, or empty.
+    """Progress of the newest checkpoint write.
 
-    `over`: no further try follows; without an error it is saved, or was given up.
+    `written` of about `total` bytes are on disk. `error`: why the last try failed, or empty. `over`: no further try
+    follows; without an error the checkpoint is saved, or the write was given up.
     """
 
     version: Version
@@ -234,14 +241,14 @@ class WriteProgress:
 
 
 class _GivenUp(Exception):
-    """The process is about to end."""
+    """Ends a write in the writing thread, because the process is about to end."""
 
 
 class BackgroundWriter:
-    """The background writer of one rank.
+    """Writes one rank's checkpoints in a thread of its own, one at a time.
 
-    `saved`, `writing` and `trouble` may be read from any thread. `show` is called from the writing thread at each
-    change.
+    `saved` (the newest complete checkpoint), `writing` and `trouble` may be read from any thread. `show` is called from
+    the writing thread at each change of them. `owner`: the world, which names its hidden folders.
     """
 
     def __init__(self, run_dir: Path, owner: str, show: Callable[[], None] | None = None) -> None:
@@ -256,22 +263,24 @@ class BackgroundWriter:
         self.saved: WrittenCheckpoint | None = None
         self.writing: WriteProgress | None = None
         self.trouble = ""
-        """Another write that the run folder does not accept and that is being retried."""
+        """The error of a step's own files (weights or receipt) that the run folder does not accept and that are being
+        retried.
+        """
 
     def hindered(self, trouble: str) -> None:
-        """Report another write that is being retried; empty: none."""
+        """Set `trouble`: the error of the weights or receipt that are being retried; empty: none."""
         self.trouble = trouble
         self._show()
 
     @property
     def busy(self) -> bool:
-        """Whether a write is running or will be retried."""
+        """Whether a checkpoint is being written or will be retried."""
         return self._write is not None and not self._write.done()
 
     def begin(self, version: Version, total: int, fill: Fill, *, insist: bool) -> None:
-        """Write the checkpoint of `version`, of about `total` bytes, in the background. Only when not busy.
+        """Start to write the checkpoint of `version` in the background: `fill` writes its files, about `total` bytes.
 
-        `insist`: retry until it is written. Raises ValueError when busy.
+        `insist`: retry after disk errors until it is written. Raises ValueError when busy.
         """
         if self.busy:
             raise ValueError(f"checkpoint {version} cannot be written while another one is being written")
@@ -280,9 +289,9 @@ class BackgroundWriter:
         self._write.add_done_callback(lambda _: self._show())
 
     def wait(self, seconds: float) -> bool:
-        """Wait up to `seconds` for the current write; returns whether none is running.
+        """Wait up to `seconds` for the current checkpoint write; returns whether none is running.
 
-        Raises an unexpected error of the write.
+        Raises the write's error if it was not a disk error.
         """
         if self._write is None or self._given_up.is_set():
             return True
@@ -292,11 +301,13 @@ class BackgroundWriter:
         return True
 
     def defect(self) -> BaseException | None:
-        """The error of the last write, if it was not a disk error."""
+        """The error of the last checkpoint write if it was not a disk error, which means a bug; else None."""
         return self._write.exception() if self._write is not None and self._write.done() else None
 
     def give_up(self, seconds: float) -> None:
-        """Cancel the current write before the process ends, and wait up to `seconds` until its files are removed."""
+        """Cancel the checkpoint write because the process ends. Waits up to `seconds` until the write has removed its
+        files.
+        """
         self._given_up.set()
         self._thread.shutdown(wait=False, cancel_futures=True)
         if self._write is not None:
@@ -346,11 +357,11 @@ class BackgroundWriter:
 
 
 def _reason(error: OSError | GcoreError) -> str:
-    """A disk error in one line, without the hidden folder's name."""
+    """A disk error in one line, without its path, which would be a hidden folder."""
     if isinstance(error, GcoreError):
         return error.what
     return f"{error.strerror or type(error).__name__}"
 
 
 def _nobody() -> None:
-    """Do nothing."""
+    """Do nothing: the default for `show`."""

@@ -1,12 +1,12 @@
 """Writes weights and checkpoints to the run folder, and restores checkpoints. Every rank takes part; rank 0 writes.
 
-Tensors are gathered one by one. Staged weights are written within the step, because engines wait for them, with retries
-on disk errors (`gcore.train.checkpoint.run_files`). They are not fsynced: a power loss ends the world too, and the next
-world stages its own weights.
+Tensors are gathered one by one. The weights of a step are staged (written to a folder from which engines load) within
+the step, because engines wait for them, with retries on disk errors (`gcore.train.checkpoint.run_files`). They are not
+fsynced: a power loss ends the world too, and the next world stages its own weights.
 
 A checkpoint costs its step only a snapshot in rank 0's host memory (`HostSnapshot`). It is written during the following
-steps (`gcore.train.checkpoint.run_files`), with fsync before its folder gets its name. There is one snapshot: a
-checkpoint that is due while the previous one is still being written waits for it, on all ranks (`drain`).
+steps (`gcore.train.checkpoint.run_files`), with fsync before its folder gets its name. There is one snapshot: if a
+checkpoint is due while the previous one is still being written, all ranks wait for that write (`drain`).
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ CHECKPOINT_KINDS: Mapping[str, TensorKind] = {
     EXP_AVG_FILE: "exp_avg",
     EXP_AVG_SQ_FILE: "exp_avg_sq",
 }
+"""Which values of the parameters each safetensors file of a checkpoint contains."""
 
 CODES: Mapping[torch.dtype, Dtype] = {
     torch.float64: "F64",
@@ -65,14 +66,15 @@ CODES: Mapping[torch.dtype, Dtype] = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+"""The name of each dtype in a safetensors file."""
 
 ALIGNED = 8
-"""Alignment of each tensor's copy in bytes."""
+"""Alignment in bytes of each tensor in the snapshot's memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class SnapshotTensor:
-    """A tensor's shape and dtype in the file, and its bytes."""
+    """One tensor of a snapshot: its shape and dtype as in the file, and its bytes."""
 
     shape: TensorShape
     data: memoryview
@@ -80,23 +82,24 @@ class SnapshotTensor:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotFile:
-    """Content of a safetensors file: tensors by name, in the file's order."""
+    """The content of one safetensors file of a checkpoint, in memory: tensors by name, in the file's order."""
 
     name: str
     tensors: Mapping[str, SnapshotTensor]
 
     @property
     def nbytes(self) -> int:
-        """Total size of its tensors in bytes."""
+        """Total size of the tensors in bytes, without the file's header."""
         return sum(one.shape.nbytes for one in self.tensors.values())
 
 
 class HostSnapshot:
-    """Snapshot of one model in host memory, which later steps do not change while it is written.
+    """A copy of one model and its optimizer state in host memory, from which a checkpoint is written during later
+    steps.
 
     It is taken within the step, tensor by tensor, so that a rank holds only one gathered tensor at a time in addition.
-    Only the writing rank keeps it: 12 bytes per parameter (float32 weight and Adam's two states), for policy and critic
-    alike. There is at most one snapshot; its memory is reused for the next checkpoint.
+    Only the writing rank keeps it: 12 bytes per parameter (float32 weight and Adam's two moments), for policy and
+    critic alike. There is at most one snapshot; its memory is reused for the next checkpoint.
     """
 
     def __init__(self, model: TrainBackend) -> None:
@@ -105,11 +108,13 @@ class HostSnapshot:
 
     @torch.no_grad()
     def take(self, tell: Callable[[], None]) -> tuple[SnapshotFile, ...]:
-        """Copy the model's weights and its optimizer's state. A collective. Overwrites the previous snapshot."""
+        """Copy the model's weights and its optimizer's state, on the writing rank. A collective. Overwrites the
+        previous snapshot.
+        """
         return tuple(self._file(name, kind, tell) for name, kind in CHECKPOINT_KINDS.items())
 
     def take_part(self, tell: Callable[[], None]) -> None:
-        """The part of the other ranks in `take`."""
+        """Take part in the collectives of another rank's `take`, and keep nothing."""
         for kind in CHECKPOINT_KINDS.values():
             for _ in self._model.tensors(kind):
                 tell()
@@ -147,10 +152,10 @@ def _aligned(size: int) -> int:
 
 
 DRAIN_S = 0.5
-"""Interval in seconds of checks whether the previous checkpoint is written."""
+"""Interval in seconds at which `drain` checks whether the previous checkpoint is written."""
 
 BLOCK_BYTES = 16 << 20
-"""Bytes per fsync, after each of which progress is reported."""
+"""Bytes that are written between two fsyncs; progress is reported after each."""
 
 NAMES: Mapping[str, torch.dtype] = {
     "float32": torch.float32,
@@ -158,11 +163,15 @@ NAMES: Mapping[str, torch.dtype] = {
     "float16": torch.float16,
     "float64": torch.float64,
 }
+"""torch's dtypes by their names in a model's config.json."""
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateCounts:
-    """Numbers of optimizer updates so far, and of those skipped because of their gradient; of policy and critic."""
+    """How many optimizer updates policy and critic have made so far in the job.
+
+    `updates` includes `skipped`: updates without effect because their gradient was not finite.
+    """
 
     updates: int
     skipped: int
@@ -171,14 +180,15 @@ class UpdateCounts:
 
     @classmethod
     def of(cls, manifest: Manifest) -> UpdateCounts:
-        """Counts in a checkpoint's manifest."""
+        """The counts that a checkpoint's manifest records."""
         return cls(manifest.updates, manifest.skipped, manifest.critic_updates, manifest.critic_skipped)
 
 
 class FolderPublisher:
-    """Implements `gcore.models.publisher.Publisher`: writes one folder per version, from which engines load.
+    """Implements `gcore.models.publisher.Publisher`: writes each version's weights to a folder, from which engines
+    load.
 
-    Keeps the newest few.
+    Keeps only the folders of the newest few versions.
     """
 
     def __init__(
@@ -198,14 +208,16 @@ class FolderPublisher:
         self._highest = highest
 
     def stage(self, version: Version, tell: Callable[[], None]) -> FolderUpdate:
-        """Write the weights. Raises WriteRefused."""
+        """Write the current weights to the folder of `version`, with retries on disk errors. A collective. Raises
+        WriteRefused.
+        """
         target = weights_folder(self._launch.run_path, version)
         what = f"the weights of step {version.step}"
         self.insisting.until_taken(what, target.parent, lambda: self._stage(target, tell), self._highest, tell)
         return FolderUpdate(version, str(target.relative_to(self._launch.run_path)))
 
     def _stage(self, target: Path, tell: Callable[[], None]) -> None:
-        """One try, which takes part in all collectives even after a disk error."""
+        """Try once to write the weights to `target`. Takes part in all collectives even after a disk error."""
         tensors = self._model.tensors("served")
         try:
             if self._writes:
@@ -219,10 +231,10 @@ class FolderPublisher:
                 tell()
 
     def send(self, update: WeightUpdate) -> None:
-        """Do nothing: engines read the folder."""
+        """Do nothing: engines read the folder themselves."""
 
     def release(self, update: WeightUpdate) -> None:
-        """Delete the folder."""
+        """Delete the folder of the version's weights."""
         if self._writes:
             shutil.rmtree(weights_folder(self._launch.run_path, update.version), ignore_errors=True)
 
@@ -239,7 +251,7 @@ class FolderPublisher:
 
 
 class CheckpointWriter:
-    """Writes checkpoints for one rank of a world.
+    """Takes the snapshots of policy and critic and has rank 0 write them as checkpoints. Every rank has one.
 
     `tell` is called for each tensor, because a large model takes longer than the watchdog's limit.
     """
@@ -262,9 +274,10 @@ class CheckpointWriter:
             sweep_unfinished(launch.run_path, launch.lineage)
 
     def drain(self, highest: Highest, tell: Callable[[], None]) -> None:
-        """Wait until no checkpoint is being written; `tell` is called at its progress, on every rank. A collective.
+        """Wait until no checkpoint is being written. A collective.
 
-        If the disk makes no progress, `tell` is not called and the watchdog ends the rank.
+        `tell` is called on every rank when bytes were written. If the disk makes no progress, it is not called, and the
+        watchdog ends the rank. `highest`: maximum of each number over the ranks.
         """
         known = -1.0
         while True:
@@ -280,9 +293,9 @@ class CheckpointWriter:
     def checkpoint(
         self, version: Version, count: UpdateCounts, tell: Callable[[], None], *, insist: bool = False
     ) -> None:
-        """Take the snapshot of `version` and start writing it; `insist`: until the disk accepts it. A collective.
+        """Take the snapshot of `version` and start to write it in the background. A collective; only after `drain`.
 
-        Only when none is being written.
+        `count`: update counts for the manifest. `insist`: retry after disk errors until it is written.
         """
         if not self._writes:
             for model in self._copies:
@@ -316,7 +329,11 @@ class CheckpointWriter:
 
 @dataclass(frozen=True, slots=True)
 class _Model:
-    """A model in a checkpoint: prefix of its file names, its snapshot, and the folder with its config and tokenizer."""
+    """One model of a checkpoint.
+
+    `prefix`: of its file names in the checkpoint. `copy`: its snapshot. `source`: the folder from which config and
+    tokenizer are copied.
+    """
 
     prefix: str
     copy: HostSnapshot
@@ -324,7 +341,7 @@ class _Model:
 
 
 def _write_copy(path: Path, copied: SnapshotFile, tick: WriteCallback) -> FileEntry:
-    """Write a safetensors file from a snapshot.
+    """Write one safetensors file from a snapshot; returns its size and digest.
 
     Data are fsynced in blocks instead of once at the end, so that progress reflects the disk and the end is fast.
     """
@@ -336,12 +353,12 @@ def _write_copy(path: Path, copied: SnapshotFile, tick: WriteCallback) -> FileEn
 
 
 def restore_optimizer(policy: TrainBackend, folder: Path, manifest: Manifest) -> None:
-    """Restore Adam's state from a verified checkpoint. A collective."""
+    """Restore the policy's optimizer (Adam's moments and step count) from a verified checkpoint. A collective."""
     _restore(policy, folder, manifest.updates - manifest.skipped)
 
 
 def restore_critic(critic: TrainBackend, folder: Path, manifest: Manifest) -> None:
-    """Restore the critic's optimizer from a verified checkpoint. A collective."""
+    """Restore the critic's optimizer (Adam's moments and step count) from a verified checkpoint. A collective."""
     _restore(critic, critic_folder(folder), manifest.critic_updates - manifest.critic_skipped)
 
 
@@ -350,7 +367,9 @@ def _restore(model: TrainBackend, folder: Path, adam_steps: int) -> None:
 
 
 def model_dtype(model: Path) -> torch.dtype:
-    """The dtype of a model's weights according to its config; float32 if the config has none."""
+    """The dtype that the config of the model in `model` states for its weights; float32 if it states none or an unknown
+    one.
+    """
     config = json.loads((model / "config.json").read_text(encoding="utf-8"))
     name = config.get("dtype") or config.get("torch_dtype") or "float32"
     return NAMES.get(str(name), torch.float32)
@@ -362,7 +381,7 @@ def _bytes(tensor: Tensor) -> memoryview:
 
 
 def _copied(model: Path, to: Path) -> Iterator[tuple[str, FileEntry]]:
-    """Copy a model's files other than its weights."""
+    """Copy a model's files other than its weights to `to`; yields the name, size and digest of each."""
     for name in copy_companions(model, to):
         yield name, file_entry(to / name)
 

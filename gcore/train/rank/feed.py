@@ -1,18 +1,22 @@
-"""State machine of a rank: what it holds, and what it may train. Pure: an event and a state give a new state and an
-answer.
+"""State machine of a rank: which samples it holds, and what it may train.
+
+Pure: an event and a state give a new state and an answer. A step goes through these events: controllers feed samples
+under a token (lineage, step, attempt); a seal fixes which groups the step trains on and which ranks hold them; the seal
+is READY when every rank holds its share; Apply starts training. The rules:
 
 - A caller that names another job, world or lineage is refused: a discarded world must neither receive samples nor
   train, and controllers of another world must not use this one.
 - Steps are applied in sequence: only the step after the last applied one can receive samples. The highest attempt of
   that step is kept. Feeds of lower attempts are dropped without an error, because their sender is only late. Feeds of
   the same attempt accumulate; repeated samples are ignored.
-- Apply needs the READY seal of this world for exactly the held token, and every sample of this rank's share with the
-  digest and lengths in the seal. Samples beyond the share are ignored.
+- Apply needs the READY seal of this world for exactly the token whose samples the rank holds, and every sample of this
+  rank's share with the digest and lengths in the seal. Samples beyond the share are ignored.
 - From Apply until its end nothing else changes the state. A token is applied once; a repeated request does nothing. If
   it fails, the process ends.
-- READY parts of a streamed step are begun in order, each once, and Apply begins the remaining ones. A READY part never
-  changes, so the attempt that reports it does not matter; a contradicting slot is refused. Held samples of such a step
-  are kept from attempt to attempt, because most are sealed again and their digests identify them.
+- A streamed step is sealed and made READY in parts. READY parts are begun (their gradients computed) in order, each
+  once, and Apply begins the remaining ones. A READY part never changes, so the attempt that reports it does not matter;
+  a seal that contradicts a begun part is refused. Held samples of such a step are kept from attempt to attempt, because
+  most are sealed again and their digests identify them.
 
 Messages were validated before (`gcore.train.rank.messages`).
 """
@@ -35,7 +39,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class WorldName:
-    """Job, lineage and world of a rank."""
+    """Identifies a rank's world (one set of training processes): its job, its own name, and its lineage (training
+    branch).
+    """
 
     job_uid: str
     world: str
@@ -57,7 +63,9 @@ class TrainSample:
     reward: float
     masked: bool = False
     observed: tuple[Range, ...] = ()
-    """Ranges of tokens that the policy did not generate. They are not trained and not counted."""
+    """Ranges of tokens that the policy did not generate (tool or environment output). They are not trained and not
+    counted.
+    """
 
     @property
     def observed_count(self) -> int:
@@ -67,9 +75,10 @@ class TrainSample:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TrainGroup:
-    """The received samples of a group, by index.
+    """Samples of one prompt (a group) that this rank has received, by their index in the group.
 
-    `prompt_ids` [n] int32; `temperature`: of sampling; `baseline`: of its rewards, if the flow computed one.
+    `digest`: of the complete group. `prompt_ids` [n] int32. `temperature`: with which the samples were generated.
+    `baseline`: reward to subtract, if the flow computed one (ReMax).
     """
 
     ref: PromptRef
@@ -80,12 +89,14 @@ class TrainGroup:
     baseline: float | None = None
 
     def joined(self, other: TrainGroup) -> TrainGroup:
-        """With the samples of both, which are parts of the same group because their digests are equal."""
+        """A group with the samples of both. The caller checks that the digests are equal, so both are parts of the same
+        group.
+        """
         return replace(self, samples={**self.samples, **other.samples})
 
 
 SampleListing = Mapping[str, frozenset[int]]
-"""Sample indexes by group digest."""
+"""Which samples are held: sample indexes by group digest."""
 
 
 def _nothing() -> Mapping[str, Any]:
@@ -94,9 +105,10 @@ def _nothing() -> Mapping[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class StepInput:
-    """A step to train: its seal and layout, and this rank's groups by digest.
+    """A step for one rank to train: the seal, the layout (which samples each rank trains), and this rank's groups by
+    digest.
 
-    `begun`: number of parts that were begun before; their groups are not included.
+    `begun`: number of parts of a streamed step that were begun before; their groups are not in `groups`.
     """
 
     seal: Seal
@@ -108,20 +120,20 @@ class StepInput:
 
 @dataclass(frozen=True, slots=True)
 class StepPartInput:
-    """Part `number` of a streamed step, from 0: a step of only that part, with the slot reduced to it."""
+    """Part `number` of a streamed step, counted from 0. `work`: a step whose layout has only that part."""
 
     number: int
     work: StepInput
 
 
 def remaining_parts(work: StepInput) -> Iterator[StepPartInput]:
-    """The parts of a streamed step that were not begun before."""
+    """The parts of a streamed step that this rank has not begun, in order."""
     for number in range(work.begun, len(work.seal.parts)):
         yield _part(work.seal, number, work.rank, work.groups)
 
 
 def finish_step(state: FeedState) -> FeedState:
-    """The state after the token was applied, without its samples. Raises ValueError if no token is being applied."""
+    """The state after the step was trained. Raises ValueError if no token is being applied."""
     if state.applying is None:
         raise ValueError("no token is being applied")
     return replace(state, applying=None, applied=state.applying, done=state.applying.step, begun=())
@@ -129,7 +141,12 @@ def finish_step(state: FeedState) -> FeedState:
 
 @dataclass(frozen=True, slots=True)
 class FeedState:
-    """State of a rank. `done`: the last applied step. `groups` are dropped once applied; `held`, their listing, stays."""
+    """State of a rank in the protocol.
+
+    `done`: the last applied step. `holding`: the token whose samples the rank holds. `held`: which samples these are;
+    it stays after `groups`, the samples themselves, were passed on for training. `applying`: the token that is being
+    trained. `applied`: the last that was.
+    """
 
     name: WorldName
     rank: int
@@ -141,21 +158,23 @@ class FeedState:
     applying: Token | None = None
     applied: Token | None = None
     streams: bool = False
-    """Whether the job's steps may come in parts."""
+    """Whether the job's steps may be sealed and trained in parts (`train.stream`)."""
     begun: tuple[tuple[str, ...], ...] = ()
-    """The begun parts of the step after `done`: the digests of all their groups."""
+    """The begun parts of the step after `done`: for each part, the digests of all its groups."""
 
 
 @dataclass(frozen=True, slots=True)
 class FeedTaken:
-    """A feed was accepted, or dropped because its attempt or step is past. `held`: what the rank holds now."""
+    """The feed was accepted, or dropped because its attempt or step is past; `state.held` lists what the rank holds
+    now.
+    """
 
     state: FeedState
 
 
 @dataclass(frozen=True, slots=True)
 class Begin:
-    """Train this step now."""
+    """Answer to Apply: train `work` now."""
 
     state: FeedState
     work: StepInput
@@ -163,7 +182,7 @@ class Begin:
 
 @dataclass(frozen=True, slots=True)
 class BeginParts:
-    """Add the gradients of these parts, in this order."""
+    """Answer to Accumulate: add the gradients of these parts, in this order."""
 
     state: FeedState
     parts: tuple[StepPartInput, ...]
@@ -171,18 +190,18 @@ class BeginParts:
 
 @dataclass(frozen=True, slots=True)
 class AlreadyApplied:
-    """The token is being applied or was applied; nothing to do."""
+    """The step is being trained or was trained, or the parts were begun; there is nothing to do."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankRefusal:
-    """The request is refused, and why."""
+    """The request is refused; `reason` says why."""
 
     reason: str
 
 
 def check_caller(state: FeedState, name: WorldName, token: Token | None = None) -> RankRefusal | None:
-    """Check that the caller names this world and, with `token`, a token of its lineage. None if so."""
+    """Check that the caller addresses this world, and a token of its lineage if `token` is given. None if so."""
     if name != state.name:
         return RankRefusal(f"this is rank {state.rank} of {state.name}, not of {name}")
     if token is not None and token.lineage != state.name.lineage:
@@ -193,7 +212,10 @@ def check_caller(state: FeedState, name: WorldName, token: Token | None = None) 
 def feed_samples(
     state: FeedState, name: WorldName, token: Token, groups: Mapping[str, TrainGroup]
 ) -> FeedTaken | RankRefusal:
-    """Accept samples for `token`."""
+    """Add received samples for `token` to the held ones. `groups`: by digest.
+
+    Samples of a step or attempt that is past are dropped without an error; a later step than the next is refused.
+    """
     refused = check_caller(state, name, token)
     if refused is not None:
         return refused
@@ -221,7 +243,7 @@ def feed_samples(
 def accumulate_parts(
     state: FeedState, name: WorldName, token: Token, seal: Seal
 ) -> BeginParts | AlreadyApplied | RankRefusal:
-    """Begin the READY parts of `seal`, the stored seal of `token`."""
+    """Begin the parts of `seal` that are READY and not begun yet. `seal`: the seal that is stored for `token`."""
     refused = check_caller(state, name, token)
     if refused is not None:
         return refused
@@ -245,7 +267,7 @@ def accumulate_parts(
 
 
 def apply_step(state: FeedState, name: WorldName, token: Token, seal: Seal) -> Begin | AlreadyApplied | RankRefusal:
-    """Begin training `token`. `seal`: the stored seal of the token."""
+    """Begin to train the step of `token`. `seal`: the seal that is stored for it; it must be READY."""
     refused = check_caller(state, name, token)
     if refused is not None:
         return refused
@@ -277,7 +299,7 @@ def _emptied(state: FeedState) -> FeedState:
 
 
 def _seal_fault(state: FeedState, token: Token, seal: Seal) -> str:
-    """Why this rank cannot train this seal, or empty."""
+    """Why this rank cannot train this seal (wrong token, world or step); empty if it can."""
     if seal.token != token:
         return f"the seal is of token {seal.token}, not {token}"
     if seal.world != state.name.world or seal.world_size != state.world_size:
@@ -291,7 +313,10 @@ def _seal_fault(state: FeedState, token: Token, seal: Seal) -> str:
 
 
 def _parts_fault(state: FeedState, seal: Seal, parts: int) -> str:
-    """Why the first `parts` READY parts of `seal` contradict the begun parts, or empty."""
+    """Why the parts of `seal` contradict the parts that this rank has begun; empty if they do not.
+
+    `parts`: how many parts of the seal must be READY.
+    """
     if _ready_parts(seal) < parts:
         return f"{seal.ready_parts} parts of the seal of {seal.token} are READY, not {parts}"
     stated = part_digests(seal, parts)
@@ -304,19 +329,21 @@ def _parts_fault(state: FeedState, seal: Seal, parts: int) -> str:
 
 
 def _ready_parts(seal: Seal) -> int:
-    """Number of parts of a seal, from the first, that may be computed."""
+    """Number of consecutive READY parts of a seal, from the first."""
     return seal.ready_parts
 
 
 def _held_of(state: FeedState, token: Token) -> Mapping[str, TrainGroup]:
-    """Held groups that may be trained under `token`."""
+    """The held groups that may be trained under `token`, by digest."""
     if state.streams and state.holding is not None and state.holding.step == token.step:
         return state.groups
     return state.groups if state.holding == token else _nothing()
 
 
 def _share_lacking(state: FeedState, held: Mapping[str, TrainGroup], seal: Seal, chunks: range) -> str:
-    """Which sample of this rank's share of these mini-batches (or parts) is missing or contradicts the seal, or empty."""
+    """Which sample of this rank's share is missing or contradicts the seal; empty if none. `chunks`: mini-batches or
+    parts.
+    """
     layout = balance_samples(seal)
     for chunk in chunks:
         slot: SampleSlot
@@ -337,7 +364,7 @@ def _part(seal: Seal, number: int, rank: int, held: Mapping[str, TrainGroup]) ->
 
 
 def _lacking(group: TrainGroup | None, seal: Seal, number: int, sample: int) -> str:
-    """Why a sample is missing or contradicts the seal, or empty."""
+    """Why sample `sample` of the seal's group `number` is missing or contradicts the seal; empty if it does not."""
     sealed = seal.groups[number]
     if group is None or sample not in group.samples:
         return f"sample {sample} is missing"

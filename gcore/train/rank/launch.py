@@ -1,4 +1,4 @@
-"""A train rank from outside: its launch document, report and memory rules.
+"""What others know of a train rank: its launch document, its report, and its rules for offloading memory.
 
 In this order: the launch document (`RankLaunch`); a step's result and the seconds of its phases (`StepResult`,
 `PhaseStopwatch`, `PhaseMeter`); the rules by which a rank refuses to release or restore its memory.
@@ -25,9 +25,11 @@ from gcore.train.rank.feed import FeedState, RankRefusal
 
 
 class WorldStart(RecordPart):
-    """Starting point of a world: the last finished step, and the source of its state.
+    """Where a world (the training processes of a job) starts: the last finished step, and where to load the state after
+    it.
 
-    In-memory replicas of `state` on the world's nodes; else a checkpoint; else (empty) the job's initial model.
+    If `state` is set: from in-memory replicas of it on the world's nodes. Else from `checkpoint`, relative to the run
+    folder. If that is empty too: from the job's initial model.
     """
 
     step: NonNegativeInt
@@ -36,7 +38,10 @@ class WorldStart(RecordPart):
 
 
 class RankLaunch(RecordPart):
-    """First line on the control line. `host`: the address on which it serves and meets the other ranks."""
+    """The launch document of a rank, the first line on its control line.
+
+    `host`: the address at which the rank serves and meets the other ranks.
+    """
 
     kind: Literal["rank"]
     job_uid: str
@@ -49,13 +54,14 @@ class RankLaunch(RecordPart):
     start: WorldStart
     host: str = "127.0.0.1"
     tls: ServingTls | None = None
-    """If set, the rank serves with mutual TLS, to nodes of the cluster only."""
+    """If set, the rank serves with mutual TLS, and only nodes of the cluster may call it."""
     threads: PositiveInt = 1
     nodes: tuple[str, ...] = ()
-    """Node of each rank, by rank."""
+    """The node on which each rank runs, by rank."""
     memory_dir: str = ""
-    """Folder in this node's memory for replicas of this job's state (`gcore.models.replicas`); empty: no replicas are
-    made.
+    """Folder on this node's in-memory file system for replicas of the job's state (`gcore.models.replicas`).
+
+    Empty: no replicas are made.
     """
 
     @model_validator(mode="after")
@@ -68,22 +74,24 @@ class RankLaunch(RecordPart):
 
     @property
     def resumes(self) -> bool:
-        """Whether the world continues from a trained state."""
+        """Whether the world starts from a trained state (checkpoint or replicas) instead of the initial model."""
         return bool(self.start.checkpoint) or self.start.state is not None
 
     @property
     def run_path(self) -> Path:
-        """The run folder."""
+        """The run folder: checkpoints, receipts, metrics and samples of the job."""
         return Path(self.run_dir)
 
     @property
     def model_path(self) -> Path:
-        """The job's initial model: the reference, and the source of config and tokenizer."""
+        """The folder of the job's initial model: the reference, and the source of config and tokenizer."""
         return Path(self.spec.model.path)
 
     @property
     def critic_path(self) -> Path:
-        """The critic's initial model, the source of its config and tokenizer."""
+        """The folder of the critic's initial model, and the source of its config and tokenizer; by default the
+        policy's.
+        """
         critic = self.spec.train.critic
         return self.model_path if critic is None or critic.path is None else Path(critic.path)
 
@@ -95,14 +103,17 @@ class RankLaunch(RecordPart):
     def total_updates(self, planned_steps: int | None = None) -> int:
         """The policy's number of optimizer updates in the whole job, for the learning-rate schedule.
 
-        `planned_steps`: from the seal, for a job that counts epochs; the estimate improves from step to step.
+        `planned_steps`: the estimated number of steps from the seal, used if the spec limits epochs instead of steps;
+        the estimate improves from step to step. Raises ValueError if neither is known.
         """
         train = self.spec.train
         warmup = 0 if train.critic is None else train.critic.warmup_steps
         return max(1, self._steps(planned_steps) - warmup) * train.epochs * train.mini_batches
 
     def critic_updates(self, planned_steps: int | None = None) -> int:
-        """The critic's number of updates; it is trained in every step."""
+        """The critic's number of optimizer updates in the whole job; unlike the policy it is also trained in warm-up
+        steps.
+        """
         return self._steps(planned_steps) * self.spec.train.epochs * self.spec.train.mini_batches
 
     def _steps(self, planned: int | None) -> int:
@@ -114,14 +125,14 @@ class RankLaunch(RecordPart):
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Report of an applied step, the same on every rank. `weights`: how engines get the new weights."""
+    """The report of a trained step, the same on every rank. `weights`: where or how engines get the new weights."""
 
     metrics: Mapping[str, float]
     weights: WeightUpdate
 
 
 class PhaseStopwatch:
-    """Seconds by phase."""
+    """Measures how many seconds each phase of a step takes."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -139,7 +150,7 @@ class PhaseStopwatch:
 
 @dataclass(frozen=True, slots=True)
 class PhaseTotals:
-    """Seconds by phase since the rank started, until `at` (monotonic seconds)."""
+    """Seconds by phase from the rank's start until `at` (monotonic seconds)."""
 
     at: float
     seconds: Mapping[str, float]
@@ -148,20 +159,20 @@ class PhaseTotals:
 class PhaseMeter:
     """Sums up a rank's time by phase: every second belongs to the last reported phase. The caller passes the time.
 
-    Sums only grow, so two readings give the values in between, including short phases. One thread writes, any may read:
-    the shared state is replaced, never changed.
+    Sums only grow, so the difference of two readings gives the time between them, including short phases. One thread
+    writes, any may read: the shared state is replaced, never changed.
     """
 
     def __init__(self, phase: str, now: float) -> None:
         self._state: tuple[str, PhaseTotals] = phase, PhaseTotals(now, {})
 
     def tell(self, phase: str, now: float) -> None:
-        """Start a phase."""
+        """Record that `phase` begins at `now`; nothing changes if it already runs."""
         if phase != self._state[0]:
             self._state = phase, self.read(now)
 
     def read(self, now: float) -> PhaseTotals:
-        """The sums until now."""
+        """The seconds by phase until `now`."""
         phase, totals = self._state
         passed = max(now - totals.at, 0.0)
         return PhaseTotals(totals.at + passed, {**totals.seconds, phase: totals.seconds.get(phase, 0.0) + passed})
@@ -174,17 +185,18 @@ PARTS = frozenset({OPTIMIZER, WEIGHTS})
 
 
 class CannotOffload(GcoreError):
-    """There is no room to offload the rank's memory; its state is unchanged."""
+    """There is no room to offload the rank's memory; the rank continues with its memory unchanged."""
 
 
 def unknown_parts(what: Collection[str]) -> str:
-    """Error message for a part in `what` that ranks do not have, or empty."""
+    """The error message if `what` contains a memory part that ranks do not have; empty if all are known."""
     strange = sorted(set(what) - PARTS)
     return f"a rank has no part {strange[0]!r}; it releases {' and '.join(sorted(PARTS))}" if strange else ""
 
 
 def refuse_release(state: FeedState, step: int) -> RankRefusal | None:
-    """Why a rank may not release its memory now, for a caller that names `step` as the last applied one; None: it may.
+    """Why a rank may not release its memory now; None if it may. `step`: the step that the caller takes for the last
+    applied.
 
     Only between two steps: not from Apply to its end, and not after parts of a streamed step were begun, because their
     gradients are in memory. A caller that names another step is refused, because its request was meant for an earlier
@@ -200,7 +212,7 @@ def refuse_release(state: FeedState, step: int) -> RankRefusal | None:
 
 
 def refuse_restore(state: FeedState) -> RankRefusal | None:
-    """Why a caller may not restore the memory now; None: it may."""
+    """Why a rank may not restore its memory on request now; None if it may."""
     if state.applying is not None:
         return RankRefusal(f"token {state.applying} is being applied, which restores the rank's memory itself")
     return None

@@ -1,12 +1,13 @@
-"""Process of a train rank: control line, server, training thread, and shutdown.
+"""The process of a train rank: control line to the supervisor, gRPC server, training thread, and shutdown.
 
-One thread does all work with torch, in sequence. Another writes checkpoints. The main thread serves. A failure while
-loading or training ends the process: it reports the error to its supervisor and to watchers, and exits with 1. If it is
-stopped while idle, it leaves its process group first; during a step it exits at once. A checkpoint that is being
-written at that time is given up, because a stopped job already has its last one or does not need it.
+One thread does all work with torch, in sequence; another writes checkpoints; the main thread serves. A failure while
+loading or training ends the process: it reports the error to its supervisor and to watchers (controllers that stream
+its status), and exits with 1. A rank that is stopped while idle leaves its process group first; during a step it exits
+at once. A checkpoint that is being written at that time is given up, because a stopped job already has its last one or
+does not need it.
 
-An idle rank that still writes is in phase `checkpoint` instead of `waiting`, so that the watchdog detects a hanging
-disk like any other hang.
+An idle rank that still writes a checkpoint is in phase `checkpoint` instead of `waiting`, so that the watchdog detects
+a hanging disk like any other hang.
 
 The process always ends with `os._exit`, because gloo's threads can abort the interpreter during a normal exit.
 """
@@ -51,7 +52,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RendezvousCalls:
-    """How a rank finds the others: `publish` the address of rank 0's store, or `find` it (blocks).
+    """How a rank finds the others: rank 0 calls `publish` with the address of its store; the others call `find`, which
+    blocks.
 
     Rank 0 opens its store before the slow imports and the others look for it after them, so that no rank waits for
     another's imports.
@@ -64,24 +66,24 @@ class RendezvousCalls:
 class RankTrainer(Protocol):
     """A rank that can train: `gcore.train.step.StepTrainer`, or the emulated one.
 
-    All except `released` run in the loading thread.
+    All methods except `released` run in the thread that loaded it.
     """
 
     @property
     def released(self) -> frozenset[str]:
-        """Released parts of its memory. Thread-safe."""
+        """The released parts of the rank's memory: `optimizer`, `weights`, or both. Thread-safe."""
         ...
 
     def run(self, work: StepInput, tell: Callable[[str], None]) -> StepResult:
-        """Apply a step."""
+        """Train a sealed step and return its report. `tell` is called with the phase at every progress."""
         ...
 
     def accumulate(self, part: StepPartInput, tell: Callable[[str], None]) -> None:
-        """Add the gradients of a part of the next step."""
+        """Add the gradients of one part of the next streamed step, without an update."""
         ...
 
     def rest(self, what: Collection[str], tell: Callable[[str], None]) -> None:
-        """Release exactly these parts of its memory. Raises CannotOffload."""
+        """Release the memory parts in `what` and restore all others. Raises CannotOffload."""
         ...
 
     def leave(self) -> None:
@@ -92,11 +94,12 @@ class RankTrainer(Protocol):
 def load_rank(
     launch: RankLaunch, meet: RendezvousCalls, clock: Clock, tell: Callable[[str], None], writer: BackgroundWriter
 ) -> RankTrainer:
-    """Prepare everything before serving: meet the others, load the model and the checkpoint or replicas, stage the
-    first weights.
+    """Prepare everything before serving: join the process group, load the models, stage the first weights for the
+    engines.
 
-    `tell` is called at progress; `writer` writes the checkpoints. Runs in the thread that does all work with torch,
-    because CUDA's current device belongs to a thread. Raises GcoreError.
+    The state comes from the initial model, a checkpoint or in-memory replicas. `tell` is called with the phase at
+    progress; `writer` writes the checkpoints. Runs in the thread that does all work with torch, because CUDA's current
+    device belongs to a thread. Raises GcoreError.
     """
     began = clock.monotonic()
     manifest = _manifest(launch)
@@ -158,7 +161,9 @@ def load_rank(
 
 
 def _models(launch: RankLaunch, collective: Collective, tell: Callable[[str], None], fill: Fill | None) -> RankModels:
-    """Load all models that the spec needs. At the first start the files are read once for all of them."""
+    """Load all models that the spec needs. `fill`: replaces loaded weights by those of in-memory replicas; None: do
+    not.
+    """
     import torch
 
     from gcore.train.hf_models import explain_memory_error
@@ -172,7 +177,11 @@ def _models(launch: RankLaunch, collective: Collective, tell: Callable[[str], No
 
 
 def _manifest(launch: RankLaunch) -> Manifest | None:
-    """Manifest of the start checkpoint. Rank 0 verifies every byte of it again; if that fails, the whole world ends."""
+    """The manifest of the checkpoint from which the world starts; None if it starts from something else.
+
+    Rank 0 verifies every byte of the checkpoint; if that fails, the whole world ends. Raises GcoreError if the
+    checkpoint belongs to another step or job, or lacks the critic that the job trains.
+    """
     folder = launch.checkpoint_path
     if folder is None:
         return None
@@ -205,23 +214,26 @@ def _import_the_rest(tell: Callable[[str], None]) -> None:
 log = logging.getLogger("gcore.train")
 
 SHOW_S = 0.5
-"""Minimum interval in seconds of progress messages within a phase."""
+"""Minimum interval in seconds of progress messages within one phase."""
 
 FAREWELL_S = 2.0
-"""Maximum seconds to inform watchers, or to leave the group."""
+"""Maximum seconds, at the end of the process, to inform watchers, to leave the process group, or to stop the writer."""
 
 MESSAGE_BYTES = 8 << 20
 """Maximum message size. An Apply contains a whole seal, at most 1.5 MiB; a chunk is at most 1 MiB."""
 
 Loader = Callable[[RankLaunch, RendezvousCalls, Clock, Callable[[str], None], BackgroundWriter], RankTrainer]
-"""Prepares everything before serving, in the training thread."""
+"""The signature of `load_rank`: prepares a rank before it serves, in the training thread."""
 
 LOST_RANK = ("Connection closed by peer", "Connection reset by peer", "ncclRemoteError", "Broken pipe")
-"""Parts of the messages of gloo and NCCL when another rank has ended. The log has the whole message."""
+"""Parts of the error messages of gloo and NCCL when another rank has ended. The log has the whole message."""
 
 
 class ControlListener:
-    """Reads messages of the supervisor: the address of rank 0, and the request to stop."""
+    """Receives the supervisor's commands in a thread: the address of rank 0's store, and the command to stop.
+
+    `stop` is called, in that thread, when the command to stop arrives.
+    """
 
     def __init__(self, control: ControlLine, stop: Callable[[], None]) -> None:
         self._control = control
@@ -230,7 +242,7 @@ class ControlListener:
         threading.Thread(target=self._listen, name="orders", daemon=True).start()
 
     def rendezvous(self) -> str:
-        """Block until the address of rank 0 is known."""
+        """Return the address of rank 0's store; blocks until the supervisor has sent it."""
         return self._rendezvous.get()
 
     def _listen(self) -> None:
@@ -243,7 +255,10 @@ class ControlListener:
 
 
 class ProgressReporter:
-    """Reports progress to the supervisor and to watchers: every phase, and at intervals within one. Thread-safe."""
+    """Reports the rank's progress to the supervisor and to watchers: each new phase, and every `SHOW_S` within one.
+
+    Thread-safe. `show` gets the phase and the progress counter, for watchers.
+    """
 
     def __init__(self, control: ControlLine, clock: Clock, show: Callable[[str, int], None]) -> None:
         self._control = control
@@ -255,7 +270,7 @@ class ProgressReporter:
         self._phases = PhaseMeter("loading", clock.monotonic())
 
     def tell(self, phase: str) -> None:
-        """Report progress in `phase`. From one thread at a time."""
+        """Count one progress in `phase`, and report it if it is due. Called from one thread at a time."""
         self._progress += 1
         now = self._clock.monotonic()
         self._phases.tell(phase, now)
@@ -266,12 +281,12 @@ class ProgressReporter:
         self._show(phase, self._progress)
 
     def totals(self) -> PhaseTotals:
-        """Seconds by phase until now."""
+        """Seconds that the rank has spent in each phase until now."""
         return self._phases.read(self._clock.monotonic())
 
 
 class RankProcess:
-    """Runs one rank in the event loop."""
+    """Runs one rank in the event loop: loads it in the training thread, serves its calls, and ends with an exit code."""
 
     def __init__(self, launch: RankLaunch, control: ControlLine, clock: Clock, loader: Loader = load_rank) -> None:
         self._launch = launch
@@ -296,7 +311,7 @@ class RankProcess:
         self._busy.add_done_callback(self._finished)
 
     async def run(self) -> int:
-        """Run until stopped or failed. Returns the exit code."""
+        """Run until the rank is stopped or has failed. Returns the exit code: 0 or 1."""
         code = await self._end
         await asyncio.to_thread(self._writer.give_up, FAREWELL_S)
         if code == 0 and self._loaded is not None and self._busy.done():
@@ -337,7 +352,10 @@ class RankProcess:
         self._busy.add_done_callback(self._finished)
 
     async def _rest(self, what: Collection[str]) -> None:
-        """Release exactly these parts. Raises CannotOffload; any other error ends the process."""
+        """Have the training thread release the memory parts in `what` and restore all others.
+
+        Raises CannotOffload; any other error ends the process.
+        """
         task = self._busy = asyncio.create_task(self._go_to_rest(what))
         task.add_done_callback(self._rested)
         await asyncio.shield(task)  # it continues even if the caller is cancelled
@@ -352,7 +370,11 @@ class RankProcess:
                 self._pulse.tell(self._resting)
 
     def _rested(self, task: asyncio.Task[None]) -> None:
-        """Report a lack of room to the caller only; the rank continues unchanged."""
+        """Handle the end of a release or restore.
+
+        A lack of room is reported to the caller only and the rank continues unchanged; any other error ends the
+        process.
+        """
         if task.cancelled() or not isinstance(task.exception(), CannotOffload):
             self._finished(task)
 
@@ -370,8 +392,8 @@ class RankProcess:
 
     @property
     def _resting(self) -> str:
-        """The phase without a step to apply: `checkpoint` while the writer is active, `waiting` while it is idle or
-        waits for a retry.
+        """The phase of an idle rank: `checkpoint` while the writer is active, `waiting` while it is idle or waits for a
+        retry.
         """
         writing = self._writer.writing
         return CHECKPOINT if self._writer.busy and writing is not None and not writing.error else "waiting"
@@ -380,7 +402,7 @@ class RankProcess:
         self._loop.call_soon_threadsafe(self._wrote)
 
     def _wrote(self) -> None:
-        """The writer made progress or finished."""
+        """Show the writer's progress or result to watchers. An error that is not a disk error ends the process."""
         defect = self._writer.defect()
         if defect is not None:
             self._failed(defect)
@@ -393,7 +415,7 @@ class RankProcess:
             board.show()
 
     def _finished(self, task: asyncio.Task[None]) -> None:
-        """Handle the end of loading or of a step. A failure ends the process."""
+        """Handle the end of loading or of a step: a failure ends the process."""
         error = None if task.cancelled() else task.exception()
         if error is not None:
             self._failed(error)
@@ -428,7 +450,7 @@ class RankProcess:
 
 
 def failure_reason(error: BaseException, phase: str) -> str:
-    """Description of a failure in one sentence."""
+    """Describe in one sentence why the rank failed in `phase`, for the supervisor and watchers."""
     if isinstance(error, GcoreError):
         return str(error)
     if isinstance(error, RuntimeError) and any(word in str(error) for word in LOST_RANK):
@@ -438,7 +460,9 @@ def failure_reason(error: BaseException, phase: str) -> str:
 
 
 def main(clock: Clock, loader: Loader = load_rank) -> None:
-    """Run the rank whose launch document arrives on the control line; does not return."""
+    """Run the rank whose launch document arrives on the control line; ends the process. `loader`: `load_rank`, or an
+    emulation.
+    """
     set_up_logging()
     control = ControlLine.inherit()
     if control is None:

@@ -1,9 +1,10 @@
-"""Messages of `TrainRank`: validation and conversion from and to the types of `gcore.train.rank.feed`.
+"""Messages of the gRPC service `TrainRank`: validation, and conversion from and to the types of
+`gcore.train.rank.feed`.
 
 Only this module defines how tokens, worlds and groups are encoded, for the rank and for senders. A payload must have
 the size and SHA-256 in its header, every sample must have its stated digest, and the digests of a group's samples must
-give the group's own. Later the group's digest is compared with the seal. Numbers that are not finite are refused here,
-before they can reach a gradient.
+give the group's own. Later the group's digest is compared with the seal (the record that fixes the step's groups).
+Numbers that are not finite are refused here, before they can reach a gradient.
 """
 
 from __future__ import annotations
@@ -35,12 +36,12 @@ class FeedDamaged(GcoreError):
 
 
 def read_world(world: pb.WorldId) -> WorldName:
-    """The world that a caller names."""
+    """Decode the world that a caller addresses."""
     return WorldName(world.job_uid, world.world, world.lineage)
 
 
 def read_token(token: pb.StepToken) -> Token:
-    """The token in a message."""
+    """Decode a step's fencing token (lineage, step, attempt)."""
     return Token(token.lineage, token.step, token.attempt)
 
 
@@ -55,7 +56,7 @@ def write_token(token: Token) -> pb.StepToken:
 
 
 def write_sample_listing(held: SampleListing) -> list[pb.HeldGroup]:
-    """Held samples, by digest."""
+    """Encode which samples a rank holds: sample indexes by group digest, sorted."""
     return [pb.HeldGroup(digest=digest, samples=sorted(samples)) for digest, samples in sorted(held.items())]
 
 
@@ -65,7 +66,10 @@ def read_sample_listing(held: Iterable[pb.HeldGroup]) -> dict[str, frozenset[int
 
 
 def write_state(state: FeedState) -> pb.RankState:
-    """The part of a rank's state that this module knows."""
+    """Encode the part of a rank's state that is in `FeedState`: its world, held samples, and applied or begun work.
+
+    `RankStatus.message` adds the rest.
+    """
     message = pb.RankState(
         schema_version=SCHEMA_VERSION,
         world=write_world(state.name),
@@ -84,7 +88,7 @@ def write_state(state: FeedState) -> pb.RankState:
 
 
 def write_saved_checkpoint(saved: WrittenCheckpoint) -> pb.SavedCheckpoint:
-    """A checkpoint on disk."""
+    """Encode which checkpoint is complete on disk."""
     return pb.SavedCheckpoint(
         lineage=saved.version.lineage, step=saved.version.step, file=saved.file, sha256=saved.sha256
     )
@@ -96,7 +100,7 @@ def read_saved_checkpoint(message: pb.SavedCheckpoint) -> WrittenCheckpoint:
 
 
 def write_checkpoint_progress(writing: WriteProgress) -> pb.CheckpointWrite:
-    """Progress of the newest checkpoint write."""
+    """Encode the progress of the newest checkpoint write."""
     return pb.CheckpointWrite(
         lineage=writing.version.lineage,
         step=writing.version.step,
@@ -119,12 +123,15 @@ def read_checkpoint_progress(message: pb.CheckpointWrite) -> WriteProgress:
 
 
 def write_payload(groups: Iterable[tuple[Group, frozenset[int]]]) -> bytes:
-    """Encode some samples (by index) of groups; inverse of `read_payload`."""
+    """Encode groups for a feed, each with only the samples whose indexes are given; inverse of `read_payload`."""
     return pb.FeedPayload(groups=[_part(group, samples) for group, samples in groups]).SerializeToString()
 
 
 def read_payload(header: pb.FeedHeader, data: bytes) -> Mapping[str, TrainGroup]:
-    """The groups of a feed, by digest. `data`: all chunks, joined. Raises FeedDamaged."""
+    """Decode and verify the groups of a feed, by digest.
+
+    `data`: all chunks of the feed, joined. Raises FeedDamaged if size, SHA-256, a digest or a number is wrong.
+    """
     if len(data) != header.total_bytes or hashlib.sha256(data).digest() != header.sha256:
         raise FeedDamaged(
             f"the payload of {len(data)} bytes does not match its header ({header.total_bytes} bytes, or its SHA-256)",
@@ -142,7 +149,7 @@ def read_payload(header: pb.FeedHeader, data: bytes) -> Mapping[str, TrainGroup]
 
 
 def sample_digest(token_ids: bytes, logprobs: bytes, reward: float, *, masked: bool, observed: bytes = b"") -> bytes:
-    """`gcore.types.Sample.digest`, computed from the encoded bytes."""
+    """Compute `gcore.types.Sample.digest` from a sample's encoded bytes, without decoding them."""
     h = hashlib.sha256(struct.pack("<I", len(token_ids) // 4))
     h.update(token_ids)
     h.update(logprobs)
@@ -218,7 +225,10 @@ def _sample(sample: pb.SamplePart, digest: bytes, where: str) -> TrainSample:
 
 
 def _observed(sample: pb.SamplePart, count: int, where: str) -> tuple[Range, ...]:
-    """Observed ranges of a sample with `count` tokens. Raises FeedDamaged."""
+    """Decode the observed ranges (tokens that the policy did not generate) of a sample with `count` tokens.
+
+    Raises FeedDamaged.
+    """
     if len(sample.observed) % 8:
         raise FeedDamaged(f"sample {sample.index} has {len(sample.observed)} bytes of observed ranges", where=where)
     edges = np.frombuffer(sample.observed, dtype="<i4").tolist()

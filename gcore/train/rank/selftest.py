@@ -1,9 +1,9 @@
 """`python -m gcore.train.rank.selftest`: checks whether torch and DeepSpeed work here; prints JSON, one object per
 line.
 
-First it prints torch's version and devices. If DeepSpeed can be imported and a world of one rank makes an update on
-gloo, it prints that too. An error ends the process with the exception on standard error. Used by `gcore doctor`, which
-must not import these libraries.
+The first object has torch's version and devices. The second has DeepSpeed's version; it is printed only if DeepSpeed
+can be imported and one rank makes an update with it over gloo. An error ends the process with the exception on standard
+error. `gcore doctor` runs this program, because it must not import these libraries itself.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 
 def main() -> None:
-    """Run the self-test."""
+    """Run the self-test and end the process."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     import torch
 
@@ -28,7 +28,7 @@ def main() -> None:
 
 
 def _update() -> str:
-    """Make one update of a tiny model; returns DeepSpeed's version."""
+    """Make one update of a tiny model with DeepSpeed; returns DeepSpeed's version."""
     import torch
     import torch.distributed as dist
     from torch.distributed import HashStore  # type: ignore[attr-defined]

@@ -1,4 +1,5 @@
-"""gRPC service `TrainRank`: converts calls to events of `gcore.train.rank.feed`, and its answers to replies.
+"""gRPC service `TrainRank`: converts calls to events of the state machine in `gcore.train.rank.feed`, and sends
+replies.
 
 Runs in the event loop and never blocks it: payloads are checked in a thread; training and offloading run in another.
 The state changes only in the loop, between two awaits, so calls cannot interleave within a decision.
@@ -58,22 +59,23 @@ from gcore.train.rank.messages import (
 )
 
 COALESCE_S = 0.05
-"""Minimum interval in seconds between messages to watchers."""
+"""Minimum interval in seconds between two status messages to watchers."""
 
 PARTS_S = 0.5
-"""The same for changes that nothing waits for, such as parts of an incomplete batch."""
+"""The same for changes that nothing waits for, such as the arrival of a part of the rank's samples."""
 
 CONTEXT = grpc.aio.ServicerContext[object, object]
 
 
 class RankStatus:
-    """Status of the rank: state, phase, last report. Used in the event loop only.
+    """The rank's status, which its watchers receive: protocol state, phase, checkpoints, last report.
 
-    A change of `progress` alone is not worth a message; the caller decides when to `show` it.
+    Used in the event loop only. A change of `progress` alone is not worth a message; the caller decides when to `show`
+    it.
     """
 
     def __init__(self, state: FeedState, clock: Clock, phase_totals: Callable[[], PhaseTotals] | None = None) -> None:
-        """`phase_totals`: returns the rank's seconds by phase."""
+        """`state`: the initial state of the protocol. `phase_totals`: returns the rank's seconds by phase."""
         self.state = state
         self._clock = clock
         self._phase_totals = phase_totals
@@ -84,20 +86,25 @@ class RankStatus:
         self.writing: WriteProgress | None = None
         self.trouble = ""
         self.released: frozenset[str] = frozenset()
-        """Released parts of the rank's memory."""
+        """The released parts of the rank's memory."""
         self._report: pb.StepReport | None = None
         self._changed, self._wanted = asyncio.Event(), asyncio.Event()
         self._said: pb.RankState | None = None
-        """The newest message, created once for all watchers."""
+        """The newest message, encoded once for all watchers; None: it must be encoded again."""
 
     @property
     def checkpointing(self) -> object:
-        """State of checkpoints and their folder whose change is worth a message."""
+        """The part of the checkpoint status of which a change is sent to watchers at once; the bytes written are not in
+        it.
+        """
         writing = self.writing
         return self.trouble, self.saved, writing and (writing.version, writing.error, writing.over)
 
     def show(self, *, wanted: bool = True) -> None:
-        """Send the status to all watchers; with `wanted` False, a little later."""
+        """Send the current status to all watchers.
+
+        `wanted` False: nothing waits for this change, so it may be combined with others for up to `PARTS_S`.
+        """
         self._said = None
         self._changed.set()
         self._changed = asyncio.Event()
@@ -106,7 +113,7 @@ class RankStatus:
             self._wanted = asyncio.Event()
 
     def reported(self, result: StepResult, content: bytes) -> None:
-        """The token was applied."""
+        """Record that the step was trained, with its report, and show it. `content`: digest of the seal's content."""
         self.state = feed.finish_step(self.state)
         self.phase = "waiting"
         self._report = pb.StepReport(
@@ -117,7 +124,7 @@ class RankStatus:
         self.show()
 
     def failed(self, reason: str) -> None:
-        """The rank has failed; watchers get the reason and their streams end."""
+        """Record that the rank has failed; watchers get the reason and their streams end."""
         self.phase, self.error = "failed", reason
         self.show()
 
@@ -144,8 +151,8 @@ class RankStatus:
     async def messages(self) -> AsyncIterator[pb.RankState]:
         """Yield the status now and after each change; a slow reader gets only the newest. Ends after a failure.
 
-        Changes within `COALESCE_S` are combined into one message, and those that nothing waits for within `PARTS_S`: a
-        batch comes from all controllers at once, and each of them would get a message about every part.
+        Changes within `COALESCE_S` are combined into one message, and those that nothing waits for within `PARTS_S`:
+        all controllers send their samples at once, and otherwise each of them would get a message about every arrival.
         """
         self._said = None  # a new watcher gets the current status, including changes not worth a message
         while True:
@@ -163,7 +170,7 @@ class RankStatus:
                 await self._clock.sleep(rest)
 
     async def _until(self, wanted: asyncio.Event, at: float) -> None:
-        """Wait for `wanted`, at most until time `at`."""
+        """Wait for `wanted`, at most until the monotonic time `at`."""
         resting = asyncio.create_task(self._clock.sleep(max(0.0, at - self._clock.monotonic())))
         hearing = asyncio.create_task(wanted.wait())
         try:
@@ -174,7 +181,7 @@ class RankStatus:
 
 
 class TrainRankService(train_pb2_grpc.TrainRankServicer):
-    """The servicer. `begin` and `begin_part` pass work to the training thread and return at once."""
+    """The gRPC servicer of one rank."""
 
     def __init__(
         self,
@@ -183,14 +190,17 @@ class TrainRankService(train_pb2_grpc.TrainRankServicer):
         begin_part: Callable[[StepPartInput], None],
         rest: Callable[[Collection[str]], Awaitable[None]],
     ) -> None:
-        """`rest` returns when exactly the given parts are released."""
+        """`begin` and `begin_part` pass a step or a part to the training thread and return at once.
+
+        `rest` releases the given memory parts, restores all others, and returns when that is done.
+        """
         self._board = board
         self._begin = begin
         self._begin_part = begin_part
         self._rest = rest
 
     async def Feed(self, request_iterator: AsyncIterator[pb.FeedChunk], context: CONTEXT) -> pb.FeedReply:
-        """Receive samples of one token."""
+        """Receive samples for one step attempt (token), in chunks; reply which samples the rank now holds for it."""
         header: pb.FeedHeader | None = None
         data = bytearray()
         async for chunk in request_iterator:
@@ -220,7 +230,7 @@ class TrainRankService(train_pb2_grpc.TrainRankServicer):
         return pb.FeedReply(held=write_sample_listing(state.held) if state.holding == token else [])
 
     async def Apply(self, request: pb.ApplyRequest, context: CONTEXT) -> pb.ApplyReply:
-        """Train a sealed step."""
+        """Begin to train a sealed step; the result arrives with `Watch`. A repeated request does nothing."""
         name, token = read_world(request.world), read_token(request.token)
         seal = await self._seal(request, context)
         answer = feed.apply_step(self._board.state, name, token, seal)
@@ -236,7 +246,7 @@ class TrainRankService(train_pb2_grpc.TrainRankServicer):
         return pb.ApplyReply()
 
     async def Accumulate(self, request: pb.ApplyRequest, context: CONTEXT) -> pb.ApplyReply:
-        """Compute the gradients of the READY parts of a step."""
+        """Begin to compute the gradients of those parts of a streamed step that are READY and not begun yet."""
         name, token = read_world(request.world), read_token(request.token)
         seal = await self._seal(request, context)
         answer = feed.accumulate_parts(self._board.state, name, token, seal)
@@ -253,7 +263,7 @@ class TrainRankService(train_pb2_grpc.TrainRankServicer):
         return pb.ApplyReply()
 
     async def Release(self, request: pb.ReleaseRequest, context: CONTEXT) -> pb.RestReply:
-        """Release memory."""
+        """Release the requested parts of the rank's memory (none named: all), in addition to those released before."""
         await self._admit(read_world(request.world), context)
         if wrong := unknown_parts(request.what):
             await _invalid(context, wrong)
@@ -263,7 +273,7 @@ class TrainRankService(train_pb2_grpc.TrainRankServicer):
         return await self._put_to_rest(self._board.released | frozenset(request.what or PARTS), context)
 
     async def Restore(self, request: pb.RestoreRequest, context: CONTEXT) -> pb.RestReply:
-        """Restore memory."""
+        """Restore all released memory."""
         await self._admit(read_world(request.world), context)
         refused = refuse_restore(self._board.state)
         if refused is not None:
@@ -278,7 +288,7 @@ class TrainRankService(train_pb2_grpc.TrainRankServicer):
         return pb.RestReply(released=sorted(self._board.released))
 
     async def _seal(self, request: pb.ApplyRequest, context: CONTEXT) -> Seal:
-        """The seal in the request, after checking the caller's world."""
+        """Decode the seal in the request, after checking that the caller addresses this world."""
         refused = feed.check_caller(self._board.state, read_world(request.world), read_token(request.token))
         if refused is not None:
             await _refused(context, refused)
@@ -295,7 +305,7 @@ class TrainRankService(train_pb2_grpc.TrainRankServicer):
             yield message
 
     async def _header(self, chunk: pb.FeedChunk, context: CONTEXT) -> pb.FeedHeader:
-        """The header in the first chunk. Callers of another world are refused before they send everything."""
+        """Read the feed's header from its first chunk. A caller of another world is refused before it sends everything."""
         if not chunk.HasField("header"):
             await _invalid(context, "the first chunk has no header")
         await self._admit(read_world(chunk.header.world), context)
@@ -319,7 +329,7 @@ async def _refused(context: CONTEXT, refused: RankRefusal) -> NoReturn:
 
 
 async def _served(version: int, context: CONTEXT) -> None:
-    """Refuse a message with an unsupported schema version."""
+    """Refuse a message whose schema version this rank does not support."""
     why = version_refusal(str(version))
     if why is not None:
         await _refused(context, RankRefusal(why))
