@@ -1,8 +1,10 @@
-"""Checks of a model folder without torch: whether its weights are safe to read and complete, and what code it brings.
+"""Checks of a model folder without torch: whether its weights are safe to read and complete, and which code it
+contains.
 
-A model's own code (`auto_map` in its configuration) would run in every engine and rank, so it runs only if the spec allows it. A model that
-needs its code is otherwise rejected before anything starts, with the name of the file. Whether a model needs it is looked up in the source of
-the installed transformers, without importing it. Weights in pickle files are rejected, because reading a pickle can run code.
+A model's own code (`auto_map` in its configuration) would run in every engine and rank, so it runs only if the spec
+allows it. A model that needs its code is otherwise rejected before anything starts, with the name of the file. Whether
+a model needs it is looked up in the source of the installed transformers, without importing it. Weights in pickle files
+are rejected, because reading a pickle can run code.
 """
 
 from __future__ import annotations
@@ -20,18 +22,19 @@ from gcore.errors import DataError
 from gcore.models.hubs import INDEX, WHOLE, ModelError
 
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+"""File types of pickled weights."""
 
 _WORKERS_LOAD = ("AutoConfig", "AutoModelForCausalLM")
-"""Classes that engines and ranks load; other entries of `auto_map` are never imported."""
+"""Keys of `auto_map` whose classes engines and ranks load; the classes of other keys are never imported."""
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Return the model's `config.json`; empty if it is missing or not readable (loading the model reports more)."""
+    """Return the model's `config.json`; empty if it is missing or not readable, which loading the model reports later."""
     return _optional_json(folder / "config.json")
 
 
 def require_config(folder: Path) -> dict[str, Any]:
-    """Return the folder's `config.json`. Raises DataError if it is missing or not readable."""
+    """Return the content of the folder's `config.json`. Raises DataError if it is missing, or not a JSON object."""
     try:
         config = json.loads((folder / "config.json").read_text())
         if not isinstance(config, dict):
@@ -53,7 +56,10 @@ def _optional_json(path: Path) -> dict[str, Any]:
 
 
 def remote_code_files(config: dict[str, Any]) -> tuple[str, ...]:
-    """Return the Python files that would run if the model's code were trusted, sorted; `REPO: FILE` for another model's code."""
+    """Return the Python files that would run if the model's code were trusted, sorted.
+
+    A file of another model's repository is returned as `REPO: FILE`.
+    """
     table = config.get("auto_map")
     if not isinstance(table, dict):
         return ()
@@ -68,7 +74,11 @@ def remote_code_files(config: dict[str, Any]) -> tuple[str, ...]:
 
 
 def check_code(config: dict[str, Any], *, trusted: bool, where: str) -> tuple[str, ...]:
-    """Return the Python files that will run: none unless `trusted`. Raises ModelError if the model needs code that must not run."""
+    """Return the model's Python files that engines and ranks will run: none unless `trusted`.
+
+    `where`: the model's path, for errors. Raises ModelError if the model needs its code and it is not trusted, or if
+    trusted code belongs to another model.
+    """
     files = remote_code_files(config)
     foreign = [file for file in files if ": " in file]
     if trusted and foreign:
@@ -89,7 +99,7 @@ def check_code(config: dict[str, Any], *, trusted: bool, where: str) -> tuple[st
 
 
 def check_weights(names: Iterable[str], *, where: str) -> None:
-    """Raise ModelError if the model has only pickled weights."""
+    """Raise ModelError if the model has only pickled weights. `names`: its files. `where`: its path, for the error."""
     files = sorted(names)
     if any(name.endswith(".safetensors") for name in files):
         return
@@ -103,7 +113,7 @@ def check_weights(names: Iterable[str], *, where: str) -> None:
 
 
 def is_known(model_type: str) -> bool:
-    """Return whether the installed transformers has a causal language model of this type; True without transformers."""
+    """Return whether the installed transformers has a causal language model of this type; True if it is not installed."""
     table = _table_of_models()
     return table is None or f'("{model_type}",' in table
 
@@ -128,10 +138,10 @@ _FIX = "Copy or download it again; it is incomplete"
 
 
 def check_whole(folder: Path) -> None:
-    """Raise ModelError if a folder's weights are missing, or if a file is cut off or not a safetensors file.
+    """Raise ModelError unless all weight files of a model folder are there, complete, and safetensors files.
 
-    The header of a safetensors file says where its last tensor ends. The check runs before anything starts; otherwise every engine and rank would
-    fail. It needs no torch and does not read the tensors.
+    The header of a safetensors file says where its last tensor ends. The check runs before anything starts; otherwise
+    every engine and rank would fail. It needs no torch and does not read the tensors.
     """
     if (folder / INDEX).is_file():
         files = _files_of_index(folder / INDEX)
@@ -202,15 +212,17 @@ def _end_of_tensors(header: bytes, path: Path) -> int:
 
 
 HEAD = "ForSequenceClassification"
+"""End of the class names of Hugging Face models with a sequence-classification head."""
 
 UNTOLD_LABELS = 2
-"""Default number of labels in transformers."""
+"""Number of labels that transformers assumes if the configuration states none."""
 
 
 def check_classifier(config: Mapping[str, Any], *, where: str) -> None:
-    """Raise ModelError unless the model has a sequence-classification head with one label. `config`: the folder's config.json.
+    """Raise ModelError unless the model can serve as a reward model: a sequence-classification head with one label.
 
-    Relies on the configuration; loading the model checks the head's weights. Needs no torch.
+    `config`: the folder's config.json. `where`: the folder, for the error. Relies on the configuration; loading the
+    model checks the head's weights. Needs no torch.
     """
     names = config.get("architectures")
     named = [str(name) for name in names] if isinstance(names, list) else []
@@ -230,7 +242,7 @@ def check_classifier(config: Mapping[str, Any], *, where: str) -> None:
 
 
 def count_labels(config: Mapping[str, Any]) -> int:
-    """Return how many numbers the head returns."""
+    """Return how many numbers the classification head returns according to the configuration."""
     table, count = config.get("id2label"), config.get("num_labels")
     if isinstance(table, dict) and table:
         return len(table)
@@ -238,10 +250,12 @@ def count_labels(config: Mapping[str, Any]) -> int:
 
 
 def check_critic(path: str, *, trust_remote_code: bool) -> None:
-    """Check, as far as possible without torch, that a critic can start from the model in `train.critic.path`.
+    """Raise ModelError if a critic cannot start from the model in `path` (`train.critic.path`), as far as this shows
+    without torch.
 
-    Raises ModelError if the folder or the model is missing, if weights are missing, cut off or a pickle, or if code would run. The train ranks
-    check whether it fits the policy (longest text, a head with one output) when they load both.
+    It cannot if the folder or the model is missing, if weights are missing, cut off or a pickle, or if untrusted code
+    would run. The train ranks check whether the model fits the policy (longest text, a head with one output) when they
+    load both.
     """
     folder = Path(path)
     if not (folder / "config.json").is_file():

@@ -1,6 +1,7 @@
-"""Model hubs, through their own clients. The Hugging Face client respects HF_HOME, HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE.
+"""Model hubs (Hugging Face, ModelScope), through their own clients.
 
-The clients resume interrupted transfers. If a client gives up, `gcore.models.resolve` retries.
+The Hugging Face client respects HF_HOME, HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE. The clients resume interrupted
+transfers. If a client gives up, `gcore.models.resolve` retries.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class ModelError(DataError):
 
 @dataclass(frozen=True, slots=True)
 class HubModel:
-    """A model on a hub. `revision`: a branch, tag or commit; empty: the hub's default branch."""
+    """A model on a hub, as `model.path` names it. `revision`: a branch, tag or commit; empty: the hub's default branch."""
 
     scheme: Scheme
     owner: str
@@ -46,7 +47,7 @@ class HubModel:
 
     @property
     def repo(self) -> str:
-        """OWNER/NAME"""
+        """The repository's name on the hub: OWNER/NAME."""
         return f"{self.owner}/{self.name}"
 
     def __str__(self) -> str:
@@ -54,7 +55,10 @@ class HubModel:
 
 
 def hub_model(path: str) -> HubModel | None:
-    """Return the hub model that `model.path` names; None for a folder. Raises ModelError for an invalid name."""
+    """Parse `model.path` of a spec: return the hub model that it names, or None for a local folder.
+
+    Raises ModelError for an invalid hub name.
+    """
     scheme, separator, rest = path.partition("://")
     if not separator or scheme not in ("hf", "ms"):
         return None
@@ -102,25 +106,27 @@ SMALL = (
     "additional_chat_templates/*.jinja",
     "*.safetensors.index.json",
 )
-"""Configuration, tokenizer and templates: the small files that a controller reads itself."""
+"""Patterns of the small files that a controller reads itself: configuration, tokenizer, templates, index of the
+weights.
+"""
 
 INDEX = "model.safetensors.index.json"
 WHOLE = "model.safetensors"
 
 NO_ANSWER = (ValueError, TypeError, LookupError, AttributeError, AssertionError)
-"""What the hubs' clients raise for responses in an unexpected format."""
+"""Exceptions that the hubs' clients raise for responses in an unexpected format."""
 
 
 class HubUnreachable(ModelError):
-    """The hub did not answer, or not completely. A retry may succeed."""
+    """The hub did not answer, or sent an incomplete or unexpected response. A retry may succeed."""
 
 
 class HubOffline(ModelError):
-    """The environment forbids access to the hub, and the cache does not have the model."""
+    """The environment forbids access to the hub (HF_HUB_OFFLINE), and the cache does not have the complete model."""
 
 
 def not_a_hub(who: str, model: HubModel, error: Exception) -> HubUnreachable:
-    """Return the error for a server that is not a hub, or a broken one; often the login page of a proxy."""
+    """Return the error for a response that is not a hub's, often the login page of a proxy. `who`: hub and endpoint."""
     said = " ".join(str(error).split())[:160] or type(error).__name__
     return HubUnreachable(
         f"{who} returned something other than the model's files ({said})",
@@ -131,7 +137,7 @@ def not_a_hub(who: str, model: HubModel, error: Exception) -> HubUnreachable:
 
 @dataclass(frozen=True, slots=True)
 class HubFile:
-    """A file of a model. `size` in bytes; 0 if unknown."""
+    """A file of a model on a hub. `size` in bytes; 0 if unknown."""
 
     name: str
     size: int
@@ -139,19 +145,19 @@ class HubFile:
 
 @dataclass(frozen=True, slots=True)
 class HubListing:
-    """A model's files at one commit."""
+    """The names and sizes of a model's files on a hub at one commit."""
 
     model: HubModel
     commit: str
     files: tuple[HubFile, ...]
 
     def small(self, *, code: bool) -> tuple[HubFile, ...]:
-        """Files to read before the weights; with `code` also the model's Python files."""
+        """Files to download before the weights: `SMALL`, and with `code` also the model's Python files."""
         patterns = (*SMALL, "*.py") if code else SMALL
         return tuple(f for f in self.files if any(_matches(f.name, pattern) for pattern in patterns))
 
     def weights(self, folder: Path) -> tuple[HubFile, ...]:
-        """Weight files that loading reads. Some models have a second copy under other names.
+        """Weight files that loading reads; second copies of the weights under other names are left out.
 
         `folder` already contains the small files, whose index lists the weight files.
         """
@@ -161,14 +167,14 @@ class HubListing:
 
 
 class Hub(Protocol):
-    """A model hub. It stores downloads in its own cache, which it shares with other programs.
+    """A model hub and its client. Downloads go to the hub's own cache, which it shares with other programs.
 
     Methods block, so call them off the event loop.
     """
 
     @property
     def title(self) -> str:
-        """Name of the hub in messages."""
+        """Name of the hub for messages."""
         ...
 
     def listing(self, model: HubModel, revision: str) -> HubListing:
@@ -176,23 +182,27 @@ class Hub(Protocol):
         ...
 
     def fetch(self, listing: HubListing, names: Sequence[str]) -> Path:
-        """Download these files into the cache unless they are there; return the model's folder in the cache.
+        """Download the files `names` into the cache unless they are there; return the model's folder in the cache.
 
         Raises HubUnreachable, ModelError.
         """
         ...
 
     def cached(self, model: HubModel, revision: str) -> tuple[Path, str] | None:
-        """Return the folder in the cache and its commit, without access to the hub. Files may be missing."""
+        """Return the model's folder in the cache and its commit, without access to the hub; None if it was never
+        downloaded.
+
+        Files may be missing in the folder.
+        """
         ...
 
     def received(self, listing: HubListing, names: Sequence[str]) -> int:
-        """Return the bytes of these files on this machine, including partial downloads."""
+        """Return how many bytes of the files `names` are on this machine, including partial downloads."""
         ...
 
 
 def weight_files(folder: Path) -> frozenset[str]:
-    """Return the names of the weight files of the model in `folder`, from its index or by convention."""
+    """Return the names of the weight files that the model in `folder` has: those in its index, or `model.safetensors`."""
     try:
         table = json.loads((folder / INDEX).read_bytes())["weight_map"]
         return frozenset(str(name) for name in table.values())
@@ -201,13 +211,16 @@ def weight_files(folder: Path) -> frozenset[str]:
 
 
 def is_whole(folder: Path, *, weights: bool) -> bool:
-    """Return whether `folder` contains everything needed. Hub clients rename only complete files into place."""
+    """Return whether `folder` has all files that a job needs; with `weights` also the weight files.
+
+    Hub clients rename only complete files into place, so the check is by name.
+    """
     needed = {"config.json", "tokenizer.json"} | (weight_files(folder) if weights else frozenset())
     return all((folder / name).is_file() for name in needed)
 
 
 def file_size(path: Path) -> int:
-    """Return the bytes of a file; 0 for a folder or a missing file, also if it was just renamed."""
+    """Return the size of a file in bytes; 0 for a folder, a missing file, or one that was just renamed."""
     try:
         found = path.stat()
     except OSError:
@@ -216,7 +229,7 @@ def file_size(path: Path) -> int:
 
 
 def total_size(files: Iterable[HubFile]) -> int:
-    """Return the total bytes."""
+    """Return the total size of the files in bytes."""
     return sum(file.size for file in files)
 
 
@@ -227,14 +240,16 @@ def _matches(name: str, pattern: str) -> bool:
 
 HUGGINGFACE_BRANCH = "main"
 ETAG_TIMEOUT_S = 30.0
+"""Maximum seconds to wait for a file's metadata."""
 ANSWER_S = 30.0
+"""Maximum seconds to wait for the list of a model's files."""
 
 KNOWN = 200
-"""Most models of an owner to compare a mistyped name with."""
+"""Maximum number of existing models with which a mistyped name is compared."""
 
 
 class HuggingFace:
-    """The Hugging Face hub. `endpoint`, `cache` and `offline`: None: from the environment."""
+    """The Hugging Face hub. `endpoint`, `cache`, `offline`: overrides; None: as the environment variables set it."""
 
     title = "the Hugging Face hub"
 
@@ -394,7 +409,10 @@ class HuggingFace:
 
 
 def _near(wrong: str, known: Any) -> str:
-    """Return `, did you mean ...?` if the hub has a similar name. Ignores errors."""
+    """Return `, did you mean ...?` if the hub has a name similar to `wrong`, else "". Errors of the hub are ignored.
+
+    `known`: returns the existing names.
+    """
     import httpx2
 
     try:
@@ -404,7 +422,7 @@ def _near(wrong: str, known: Any) -> str:
 
 
 def _literally(name: str) -> str:
-    """Return a pattern that matches only this name."""
+    """Return a file name pattern that matches only this name."""
     return "".join(f"[{c}]" if c in "*?[" else c for c in name)
 
 
@@ -413,10 +431,12 @@ PACKAGE = "modelscope_hub"
 
 
 class ModelScope:
-    """ModelScope, through its own client, an optional extra that respects MODELSCOPE_CACHE, _ENDPOINT and _API_TOKEN.
+    """ModelScope, through its own client, an optional extra.
 
-    `endpoint` and `cache`: None: from the environment. Raises ModelError if the client is not installed. ModelScope returns no commit for a branch,
-    but a last commit for each file. The newest of them is the branch's commit, unless later commits only delete files.
+    The client respects MODELSCOPE_CACHE, MODELSCOPE_ENDPOINT and MODELSCOPE_API_TOKEN. `endpoint`, `cache`: overrides;
+    None: as the environment variables set it. Raises ModelError if the client is not installed. ModelScope returns no
+    commit for a branch, but a last commit for each file. The newest of them is taken as the branch's commit; it is
+    wrong only if later commits did nothing but delete files.
     """
 
     title = "ModelScope"
@@ -457,7 +477,9 @@ class ModelScope:
         return Path(folder)
 
     def cached(self, model: HubModel, revision: str) -> tuple[Path, str] | None:
-        """See `Hub`. A branch's commit is not recorded here, so only downloads under the same name count."""
+        """See `Hub`. The commit of a branch is not stored in this cache, so only downloads under the same revision are
+        found.
+        """
         commit = revision or MODELSCOPE_BRANCH
         folder = self._folder(model) / "snapshots" / commit
         return (folder, commit) if folder.is_dir() else None
@@ -513,7 +535,7 @@ class ModelScope:
 
 
 def _newest(entries: Sequence[dict[str, Any]]) -> str:
-    """Return the commit of the last changed file; empty if the listing has none."""
+    """Return the commit of the file that was changed last; empty if the listing has no commits."""
     dated = [
         (int(entry.get("CommittedDate") or 0), str(entry["Revision"]))
         for entry in entries

@@ -1,13 +1,14 @@
-"""The files of a run folder, and the verification of checkpoints.
+"""The files of a run folder (a job's output folder), and the verification of checkpoints.
 
     weights/{lineage}-{step}/        a model as engines load it: config, tokenizer, model.safetensors
     checkpoints/{lineage}-{step}/    the same with float32 weights, and the state of the optimizer:
                                      exp_avg.safetensors, exp_avg_sq.safetensors, manifest.json; for a job with a critic,
                                      the critic in critic/, in the same form
-    receipts/{world}-{rank}.jsonl    what a rank trained on, one line per token
+    receipts/{world}-{rank}.jsonl    what a rank trained on, one line per token (lineage, step, attempt)
 
-A folder with such a name is complete, because it is renamed last (`gcore.system.files`). A checkpoint also has a manifest with every file's size
-and SHA-256, which reveals later damage before a job rolls back to it.
+The lineage is the training branch, which increases at every rollback. A folder with such a name is complete, because it
+is renamed last (`gcore.system.files`). A checkpoint also has a manifest with every file's size and SHA-256, which
+reveals later damage before a job rolls back to it.
 
 `gcore.train.checkpoint.writer` writes weights; controllers decide which checkpoints are kept.
 """
@@ -32,7 +33,7 @@ from gcore.system.files import replace_folder, sweep_drafts
 from gcore.types import CHECKPOINTS, Version, checkpoint_file
 
 FIRST_WEIGHTS = Version(0, 0)
-"""Version of the weights in the model's own folder."""
+"""Version of the weights in the initial model's own folder."""
 
 MODEL_FILE = "model.safetensors"
 EXP_AVG_FILE = "exp_avg.safetensors"
@@ -40,39 +41,43 @@ EXP_AVG_SQ_FILE = "exp_avg_sq.safetensors"
 MANIFEST_FILE = "manifest.json"
 
 EMULATED_FILE = "emulated.json"
-"""Marks folders of emulated train ranks, which contain no weights."""
+"""A file that marks folders written by emulated train ranks, which contain no weights."""
 
 CRITIC_FOLDER = "critic"
+"""Subfolder of a checkpoint that contains the critic."""
 
 TRAINING_FILES = frozenset({EXP_AVG_FILE, EXP_AVG_SQ_FILE, MANIFEST_FILE})
 """Files of a checkpoint that are not part of a model."""
 
 WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf", ".h5")
 NESTED_SUFFIXES = frozenset({".jinja", ".json", ".txt", ".model", ".vocab", ".tiktoken", ".py"})
-"""File types of companion files in subfolders, such as `additional_chat_templates/tool_use.jinja`."""
+"""File types that count as companion files (a model's files other than weights) in subfolders, such as
+`additional_chat_templates/tool_use.jinja`.
+"""
 
 READ_BYTES = 1 << 20
 
 STAGED = 3
-"""Newest versions of staged weights to keep."""
+"""Number of newest versions of staged weights (folders for engines) to keep."""
 
 
 class CheckpointDamaged(GcoreError):
-    """A checkpoint does not match its manifest; `where` names the file."""
+    """A checkpoint's files do not match its manifest; `where` names the file."""
 
 
 class FileEntry(RecordPart):
-    """A file of a checkpoint: size in bytes and SHA-256 as 64 hex digits."""
+    """What a manifest records of a file: its size in bytes and its SHA-256 as 64 hex digits."""
 
     size: int
     sha256: str
 
 
 class Manifest(Record):
-    """`manifest.json` of a checkpoint: its origin, and all other files of the folder.
+    """`manifest.json` of a checkpoint: which job wrote it after which step, and all other files of the folder.
 
-    `updates`: optimizer updates so far. `skipped`: those of them without effect because their gradient was not finite. The learning rate depends on
-    `updates`, Adam's step count on the difference. The same for the critic.
+    `updates`: optimizer updates so far. `skipped`: those of them without effect because their gradient was not finite.
+    The learning rate depends on `updates`, Adam's step count on the difference. `critic_updates` and `critic_skipped`
+    are the same for the critic.
     """
 
     job_uid: str
@@ -92,12 +97,12 @@ class Manifest(Record):
 
 
 def weights_folder(run_dir: Path, version: Version) -> Path:
-    """Return the folder of the weights of `version` for engines."""
+    """Return the folder in which the weights of `version` are staged for engines."""
     return run_dir / "weights" / f"{version.lineage}-{version.step}"
 
 
 def delete_old_staged(parent: Path) -> None:
-    """Delete all but the newest staged weights in `parent`."""
+    """Delete all but the newest `STAGED` versions of the weights staged in `parent`."""
     versions: dict[Version, Path] = {}
     for path in parent.iterdir():
         lineage, _, step = path.name.partition("-")
@@ -108,21 +113,24 @@ def delete_old_staged(parent: Path) -> None:
 
 
 def checkpoint_folder(run_dir: Path, version: Version) -> Path:
-    """Return the folder of the checkpoint of `version`."""
+    """Return the path of the checkpoint of `version` in a run folder."""
     return run_dir / checkpoint_file(version)
 
 
 def highest_lineage(run_dir: Path) -> int:
-    """Return the highest lineage of weights and checkpoints in a run folder, including incomplete ones; 0 if there are none."""
+    """Return the highest lineage among weights and checkpoints in a run folder, including incomplete ones; 0 if there
+    are none.
+    """
     names = (path.name for parent in ("weights", CHECKPOINTS) for path in (run_dir / parent).glob("*-*"))
     numbers = (name.lstrip(".").partition("-")[0] for name in names)
     return max((int(number) for number in numbers if number.isdigit()), default=0)
 
 
 def sweep_unfinished(run_dir: Path, lineage: int) -> None:
-    """Remove incomplete files that worlds before `lineage`, or dead processes of this one, left in a run folder.
+    """Remove incomplete folders of weights and checkpoints that earlier or dead train worlds left in a run folder.
 
-    Never removes files of a later world, because the caller may be outdated without knowing it.
+    `lineage`: of the caller's world. Files of a later lineage stay, because the caller may be outdated without knowing
+    it.
     """
 
     def is_later(target: str) -> bool:
@@ -145,7 +153,9 @@ def checkpoints_in(run_dir: Path) -> dict[Version, Path]:
 
 
 def critic_folder(checkpoint: Path) -> Path:
-    """Return the folder of the critic in a checkpoint: a model with a head `score`, float32, and its optimizer state."""
+    """Return the folder of the critic in a checkpoint: a float32 model with a value head `score`, and its optimizer
+    state.
+    """
     return checkpoint / CRITIC_FOLDER
 
 
@@ -155,15 +165,16 @@ def has_critic(manifest: Manifest) -> bool:
 
 
 def receipts_file(run_dir: Path, world: str, rank: int) -> Path:
-    """Return the file of a rank's receipts."""
+    """Return the path of a rank's receipts (what it trained, for the audit)."""
     return run_dir / "receipts" / f"{world}-{rank}.jsonl"
 
 
 def companion_files(model: Path) -> tuple[str, ...]:
-    """Return a model's files other than weights: config, tokenizer, templates, code. Sorted names relative to the folder.
+    """Return the names of a model's files other than weights: config, tokenizer, templates, code. Sorted, relative to
+    the folder.
 
-    In subfolders only file types of tokenizers and code count, because other files are other formats of the weights or state of other trainings.
-    Raises DataError if the folder has no config.json.
+    In subfolders only file types of tokenizers and code count, because other files are other formats of the weights or
+    state of other trainings. Raises DataError if the folder has no config.json.
     """
     if not (model / "config.json").is_file():
         raise DataError("the folder is not a model: it has no config.json", where=str(model))
@@ -187,7 +198,10 @@ def _is_companion(folder: Path) -> bool:
 
 
 def copy_companions(model: Path, to: Path, copy: Callable[[Path, Path], object] = shutil.copyfile) -> tuple[str, ...]:
-    """Copy a model's files other than weights into `to` and return their names. Raises DataError and OSError."""
+    """Copy a model's files other than weights into `to` and return their names. Raises DataError and OSError.
+
+    `copy`: copies one file; may also link it.
+    """
     names = companion_files(model)
     for name in names:
         (to / name).parent.mkdir(parents=True, exist_ok=True)
@@ -234,17 +248,22 @@ def verify_checkpoint(folder: Path) -> Manifest:
 
 
 def manifest_digest(folder: Path) -> str:
-    """Return the digest of a checkpoint with all its files: SHA-256 of its manifest, 64 hex digits. Raises CheckpointDamaged."""
+    """Return the SHA-256 of a checkpoint's manifest, 64 hex digits; it covers all files, whose digests the manifest
+    lists.
+
+    Raises CheckpointDamaged if the manifest cannot be read.
+    """
     path = folder / MANIFEST_FILE
     with explain_os_errors("cannot read the manifest", CheckpointDamaged, where=path):
         return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def copy_model(checkpoint: Path, to: Path, digest: str = "") -> None:
-    """Copy the model out of a checkpoint atomically, without the optimizer state and files that the manifest does not list.
+    """Copy the model out of a checkpoint atomically, without the optimizer state and files that the manifest does not
+    list.
 
-    Verifies every byte first. `digest`: of the registered manifest; empty if unknown. Raises UsageError if `to` exists and is not an empty folder,
-    CheckpointDamaged, and DataError if there is no model.
+    Verifies every byte first. `digest`: of the manifest that the job registered; empty if unknown. Raises UsageError if
+    `to` exists and is not an empty folder, CheckpointDamaged, and DataError if the checkpoint has no weights.
     """
     if to.exists() and not (to.is_dir() and not any(to.iterdir())):
         raise UsageError("the target exists and is not an empty folder", where=str(to), fix="Name a new folder")
@@ -266,7 +285,7 @@ FIRST = Version(0, 0)
 
 
 def versions_in(folder: Path) -> frozenset[Version]:
-    """Return the versions in the names of the folders in `folder`. Raises OSError."""
+    """Return the versions that the names of the folders in `folder` state. Raises OSError."""
     found = set()
     for path in folder.glob("*-*") if folder.is_dir() else ():
         lineage, _, step = path.name.partition("-")
@@ -276,6 +295,7 @@ def versions_in(folder: Path) -> frozenset[Version]:
 
 
 Dtype = Literal["F64", "F32", "BF16", "F16", "I64", "I32", "I16", "I8", "U8", "BOOL"]
+"""Name of a dtype in a safetensors file."""
 
 BYTES: Mapping[Dtype, int] = {
     "F64": 8,
@@ -289,11 +309,12 @@ BYTES: Mapping[Dtype, int] = {
     "U8": 1,
     "BOOL": 1,
 }
+"""Bytes per element of each dtype."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorShape:
-    """Type and shape of a tensor to write."""
+    """Dtype and shape of a tensor that is to be written to a safetensors file."""
 
     dtype: Dtype
     shape: tuple[int, ...]
@@ -305,13 +326,15 @@ class TensorShape:
 
 
 class TensorsFile:
-    """Writes a safetensors file tensor by tensor, so that no process needs a whole model in memory.
+    """Writes a safetensors file tensor by tensor, so that no process needs a complete model in memory.
 
-    Use it as a context manager; `entry` is available after the last tensor. Tensors must come in the order of `tensors` and with the declared size,
-    otherwise ValueError. `hashed` False: compute no digest, which takes a while for a large model; there is no `entry` then.
+    Use it as a context manager; `entry` is available after the last tensor. Tensors must come in the order of `tensors`
+    and with the declared size, otherwise ValueError. `hashed` False: compute no digest, which takes a while for a large
+    model; there is no `entry` then.
 
-    Format: eight bytes with the header's length, a JSON header with type, shape and position of each tensor, then their bytes, little-endian,
-    without gaps. So all names and shapes must be known before the first tensor. Files are read with the safetensors library.
+    Format: eight bytes with the header's length, a JSON header with dtype, shape and position of each tensor, then
+    their bytes, little-endian, without gaps. So all names and shapes must be known before the first tensor. Files are
+    read with the safetensors library.
     """
 
     def __init__(self, path: Path, tensors: Mapping[str, TensorShape], *, hashed: bool = True) -> None:
@@ -332,12 +355,15 @@ class TensorsFile:
             raise ValueError(f"{len(self._waiting)} tensors were never written, the first is {self._waiting[0][0]}")
 
     def write(self, name: str, data: memoryview) -> None:
-        """Write the bytes of the next tensor."""
+        """Write the bytes of the next tensor, whose name must be `name`."""
         self._expect(name, data)
         self._put(data)
 
     def write_through(self, name: str, data: memoryview, block: int, tick: Callable[[int], None]) -> None:
-        """Write the bytes of the next tensor in blocks of about `block`; call `tick` with the number of bytes forced to disk."""
+        """Write the bytes of the next tensor, and force them to disk (fdatasync) about every `block` bytes.
+
+        `tick` is called with the number of bytes forced to disk. Call `force` after the last tensor.
+        """
         self._expect(name, data)
         flat = data.cast("B")
         for start in range(0, len(flat), block):
@@ -348,7 +374,7 @@ class TensorsFile:
                 self.force(tick)
 
     def force(self, tick: Callable[[int], None]) -> None:
-        """Force the bytes of `write_through` to disk."""
+        """Force the bytes that `write_through` has written to disk, and call `tick` with their number."""
         self._file.flush()
         os.fdatasync(self._file.fileno())
         forced, self._unforced = self._unforced, 0
@@ -356,7 +382,7 @@ class TensorsFile:
 
     @property
     def entry(self) -> FileEntry:
-        """Size and digest of the bytes written so far. Raises ValueError if they were not hashed."""
+        """Size and SHA-256 of the bytes written so far. Raises ValueError if the file is written without a digest."""
         if not self._hashed:
             raise ValueError("this file was written without a digest")
         return FileEntry(size=self._size, sha256=self._digest.hexdigest())

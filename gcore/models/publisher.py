@@ -1,11 +1,11 @@
-"""Publishers: send a trainer's weights to engines, through a folder or over a process group.
+"""Publishers: send a trainer's weights to engines (weight sync), through a folder or over a process group.
 
 `gcore.train.checkpoint.writer.FolderPublisher` writes a folder; `BroadcastPublisher` broadcasts over a `WeightGroup`.
 
-In a weight group, rank 0 is the trainer and the other ranks are engines. The group is independent of the process's other groups. It is created in
-the same way as SGLang's (a TCP store under the group's name, then a group that is not the world), so that either side may be SGLang. Tensors are
-sent one by one, in the order of the HTTP request that announces them. Both sides must agree on names, types and shapes first, because a broadcast
-carries no metadata.
+In a weight group, rank 0 is the trainer and the other ranks are engines. The group is independent of the process's
+other groups. It is created in the same way as SGLang's (a TCP store under the group's name, then a group that is not
+the world), so that either side may be SGLang. Tensors are sent one by one, in the order of the HTTP request that
+announces them. Both sides must agree on names, dtypes and shapes first, because a broadcast carries no metadata.
 
 This module does not send HTTP requests and does not decide when to send. An engine takes part only while its route
 `/update_weights_from_distributed` runs, so the sender must have sent that request (without waiting for its response).
@@ -29,41 +29,45 @@ from gcore.system.network import join_host_port
 from gcore.types import Version
 
 SENDER = 0
-"""Rank of the sender."""
+"""Rank of the trainer in a weight group."""
 
 BACKENDS = ("gloo", "nccl")
 MOST_MEMBERS = 1 << 16
+"""Maximum number of ranks of a weight group, as a check of the request."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NamedTensor:
-    """A full tensor of the model with its Hugging Face name."""
+    """A full (unpartitioned) tensor of the model with its Hugging Face name."""
 
     name: str
     tensor: torch.Tensor
 
 
 class Publisher(Protocol):
-    """Publishes a trainer's weights to engines. Every rank of the trainer has one; one rank writes or sends."""
+    """Publishes a trainer's weights to engines, version by version: stage, send, release.
+
+    Every rank of the trainer has a publisher; one rank writes or sends.
+    """
 
     def stage(self, version: Version, tell: Callable[[], None]) -> WeightUpdate:
-        """Stage the current weights as `version`; call `tell` after each tensor. A collective.
+        """Keep the current weights (in a folder or in memory) as `version`, to be sent later. A collective.
 
-        Returns the same value on every rank.
+        `tell` is called after each tensor. Returns how engines get them, the same value on every rank.
         """
         ...
 
     def send(self, update: WeightUpdate) -> None:
-        """Send staged weights to the participating engines; a no-op if engines read staged files. Raises EngineError."""
+        """Send staged weights to the engines; does nothing if engines read staged files. Raises EngineError."""
         ...
 
     def release(self, update: WeightUpdate) -> None:
-        """Free the staged weights. Idempotent."""
+        """Delete the staged weights. Idempotent."""
         ...
 
 
 def describe_tensors(tensors: Mapping[str, torch.Tensor]) -> TransferManifest:
-    """Describe tensors by name, in the mapping's order."""
+    """Return names, dtypes and shapes of the tensors, in the mapping's order, as an engine needs them to receive."""
     return TransferManifest(
         tuple(tensors),
         tuple(str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()),
@@ -72,7 +76,11 @@ def describe_tensors(tensors: Mapping[str, torch.Tensor]) -> TransferManifest:
 
 
 def empty_tensors(manifest: TransferManifest, device: torch.device) -> dict[str, torch.Tensor]:
-    """Allocate tensors to receive into. Raises DataError if the lists differ in length or contain an unknown type or shape."""
+    """Allocate the tensors of a manifest, to receive into them.
+
+    Raises DataError if the manifest's lists differ in length, if a tensor is listed twice, for an unknown dtype or an
+    invalid shape, and if there is not enough memory.
+    """
     if not len(manifest.names) == len(manifest.dtypes) == len(manifest.shapes):
         raise DataError(
             f"the manifest has {len(manifest.names)} names, {len(manifest.dtypes)} dtypes and {len(manifest.shapes)} shapes",
@@ -96,7 +104,7 @@ def empty_tensors(manifest: TransferManifest, device: torch.device) -> dict[str,
 
 
 class WeightGroup:
-    """One member of a weight group. `close` is idempotent."""
+    """The process group of a trainer and its engines for weight sync, seen from one member. `close` is idempotent."""
 
     def __init__(self, group: Any, device: torch.device) -> None:
         self._group = group
@@ -106,10 +114,10 @@ class WeightGroup:
     def join(
         cls, address: str, port: int, *, rank: int, world_size: int, name: str, backend: str, timeout_s: float
     ) -> WeightGroup:
-        """Join the group at the sender's `address`; return when all ranks have joined.
+        """Join the group at the trainer's `address`; return when all ranks have joined.
 
-        Blocks for up to `timeout_s`, as does each broadcast later. Raises UsageError for invalid values, and EngineError if other ranks do not
-        join.
+        Blocks for up to `timeout_s`, as does each broadcast later. Raises UsageError for invalid values, and
+        EngineError if other ranks do not join.
         """
         if backend not in BACKENDS:
             raise UsageError(f"{backend!r} is not a backend of a weight group", fix=f"Use one of {', '.join(BACKENDS)}")
@@ -148,11 +156,16 @@ class WeightGroup:
         return cls(group, torch.device("cuda" if backend == "nccl" else "cpu"))
 
     def send(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Send these tensors in order, from rank 0. Returns when they are sent. Raises EngineError if other ranks do not take part."""
+        """Broadcast these tensors in order, as rank 0. Returns when they are sent. Raises EngineError if the broadcast
+        fails.
+        """
         self._broadcast([tensor.detach().to(self.device).contiguous() for tensor in tensors.values()])
 
     def receive(self, manifest: TransferManifest) -> dict[str, torch.Tensor]:
-        """Receive the tensors of rank 0, on another rank. Raises DataError for an invalid manifest, and EngineError."""
+        """Receive the tensors that rank 0 sends, by name, as another rank.
+
+        Raises DataError for an invalid manifest, and EngineError if the broadcast fails.
+        """
         tensors = empty_tensors(manifest, self.device)
         self._broadcast(list(tensors.values()))
         return tensors
@@ -167,7 +180,7 @@ class WeightGroup:
             raise EngineError(f"the broadcast failed ({' '.join(str(error).split())[:200]})") from error
 
     def close(self) -> None:
-        """Leave the group."""
+        """Leave the group and destroy it in this process."""
         group, self._group = self._group, None
         if group is not None:
             dist.destroy_process_group(group)
@@ -176,18 +189,23 @@ class WeightGroup:
 class BroadcastPublisher:
     """Implements `Publisher` over a weight group; only the sending rank has a group.
 
-    Staged tensors are copies in the memory that the group sends from.
+    Staged weights are copies of the tensors on the device from which the group sends.
     """
 
     def __init__(self, name: str, group: WeightGroup | None, tensors: Callable[[], Iterator[NamedTensor]]) -> None:
-        """`name`: of the group. `tensors`: gathers the current weights one by one; a collective."""
+        """`name`: of the weight group. `group`: None on ranks that do not send.
+
+        `tensors`: gathers the current weights one by one; a collective.
+        """
         self._name = name
         self._group = group
         self._tensors = tensors
         self._staged: dict[Version, dict[str, torch.Tensor]] = {}
 
     def stage(self, version: Version, tell: Callable[[], None]) -> BroadcastUpdate:
-        """Copy the weights."""
+        """Copy the current weights as `version` on the sending rank. A collective. Returns their names, dtypes and
+        shapes.
+        """
         described: dict[str, torch.Tensor] = {}
         staged: dict[str, torch.Tensor] = {}
         for one in self._tensors():
@@ -199,7 +217,9 @@ class BroadcastPublisher:
         return BroadcastUpdate(version, self._name, describe_tensors(described))
 
     def send(self, update: WeightUpdate) -> None:
-        """Broadcast the staged weights. Returns when they are sent."""
+        """Broadcast the staged weights. Returns when they are sent. Raises EngineError if they are not staged or not
+        received.
+        """
         staged = self._staged.get(update.version)
         if staged is None:
             raise EngineError(f"the weights of version {update.version} are not staged", where=self._name)
@@ -207,5 +227,5 @@ class BroadcastPublisher:
             self._group.send(staged)
 
     def release(self, update: WeightUpdate) -> None:
-        """Free the copies."""
+        """Free the copies of the staged weights."""
         self._staged.pop(update.version, None)

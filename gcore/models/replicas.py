@@ -1,14 +1,16 @@
 """In-memory replicas: copies of a train world's state in the memory of its nodes. Names, headers and listings.
 
-After each step every rank writes its shard of the state (float32 weights and Adam's moments, of policy and critic) to the memory of its own node
-and of a neighbour on another node. A node's memory is a folder on an in-memory file system (`/dev/shm`). So a copy survives a killed rank,
-supervisor or controller, needs no process to keep it, and is lost only with the node.
+After each step every rank of the world (the job's training processes) writes its shard of the state (float32 weights
+and Adam's moments, of policy and critic) to the memory of its own node and of another node. A node's memory is a folder
+on an in-memory file system (`/dev/shm`). So a copy survives a killed rank, supervisor or controller, needs no process
+to keep it, and is lost only with the node.
 
     {memory_dir}/gcore-{user}/{installation}/{node}/{job uid}/{world}-{lineage}-{step}-{attempt}.{shard}.data
                                                               ... .json, written last: without it the copy does not count
 
-The world and the token identify the state of a copy: a world applies a token once, and only from its READY seal, so copies with the same world and
-token belong to the same state (docs/develop/adr, "Copies of neighbours").
+The world and the token (lineage, step, attempt) identify the state of a copy: a world applies a token once, and only
+from its READY seal, so copies with the same world and token belong to the same state (docs/develop/adr, "Copies of
+neighbours").
 
 This module does not read or write tensors (`gcore.train.checkpoint.replicas` does) and makes no decisions.
 """
@@ -29,17 +31,23 @@ from gcore.ledger.records.chain import WorldState
 from gcore.schema import Record, RecordPart, UnreadableRecord
 
 KINDS = ("master", "exp_avg", "exp_avg_sq")
-"""Values stored per parameter, in the order of the data: float32, little-endian."""
+"""Values stored for each parameter (float32 weight, Adam's two moments), in the order of the data; little-endian."""
 
 BYTES = 4
+"""Bytes per value."""
 HOME_FILE = "home"
+"""File in an installation's folder with the path of its home folder, by which other installations see whether it
+exists.
+"""
 
 MEMORY = Path("/dev/shm")
 """The in-memory file system of Linux. `NodeConfig.memory_dir` may name another."""
 
 
 class Extent(RecordPart):
-    """A piece of a parameter: `numel` elements from `start` of the flattened parameter."""
+    """A contiguous range of a parameter that one rank updates: `numel` elements from element `start` of the flat
+    parameter.
+    """
 
     name: str
     start: NonNegativeInt
@@ -47,25 +55,29 @@ class Extent(RecordPart):
 
 
 class CopyHeader(Record):
-    """`*.json`: one rank's shard of a state. The data contain the extents one after another, by model and kind."""
+    """The header of a copy, stored as `*.json`: which shard of which state it is, and what its data file contains.
+
+    The data file contains the values of all extents without gaps: for each model, for each of `KINDS`, each extent.
+    `updates` and the other counts are the optimizer's update counts in this state.
+    """
 
     job_uid: str
     of: WorldState
     shard: NonNegativeInt
-    """The rank that wrote it, of `of.shards`."""
+    """Index of the shard, which is the rank that wrote it; the state has `of.shards` of them."""
     updates: NonNegativeInt = 0
     skipped: NonNegativeInt = 0
     critic_updates: NonNegativeInt = 0
     critic_skipped: NonNegativeInt = 0
     extents: dict[str, tuple[Extent, ...]]
-    """By model: `policy` and `critic`."""
+    """By model (`policy`, `critic`): the ranges of parameters that the shard contains."""
     size: NonNegativeInt
     """Size of the data in bytes."""
     sha256: str
     """SHA-256 of the data, 64 hex digits."""
 
     def places(self) -> Iterator[tuple[str, str, Extent, int]]:
-        """Yield model, kind, extent, and its offset in the data, in bytes."""
+        """Yield each extent's model, kind, range, and byte offset in the data file."""
         offset = 0
         for model, extents in self.extents.items():
             for kind in KINDS:
@@ -75,33 +87,40 @@ class CopyHeader(Record):
 
 
 def shard_bytes(extents: Iterable[Extent]) -> int:
-    """Return the bytes of these extents of one model in the data."""
+    """Return how many bytes these extents of one model occupy in a data file."""
     return len(KINDS) * BYTES * sum(extent.numel for extent in extents)
 
 
 def memory_folder(root: Path, home: str, node: str, job_uid: str) -> Path:
-    """Return the folder of a job's copies on a node. `root`: in-memory file system. `home`: of the installation."""
+    """Return the folder of a job's copies on a node.
+
+    `root`: the in-memory file system. `home`: the home folder of the installation.
+    """
     return home_folder(root, home) / node / job_uid
 
 
 def home_folder(root: Path, home: str) -> Path:
-    """Return the folder of all copies of an installation on a machine."""
+    """Return the folder of all copies of one installation of gcore on a machine, named by a hash of its home folder."""
     named = hashlib.blake2b(str(Path(home).absolute()).encode(), digest_size=8).hexdigest()
     return root / f"gcore-{os.getuid()}" / named
 
 
 def data_file(folder: Path, of: WorldState, shard: int) -> Path:
-    """Return the data file of one shard of a state."""
+    """Return the path of the data file for one shard of the state `of`."""
     return folder / f"{of.world}-{of.lineage}-{of.step}-{of.attempt}.{shard}.data"
 
 
 def header_file(folder: Path, of: WorldState, shard: int) -> Path:
-    """Return the header file of one shard of a state."""
+    """Return the path of the header file for one shard of the state `of`."""
     return data_file(folder, of, shard).with_suffix(".json")
 
 
 def list_copies(folder: Path, job_uid: str) -> tuple[CopyHeader, ...]:
-    """Return the complete copies in a node's folder, by their headers and sizes, sorted."""
+    """Return the headers of a job's complete copies in a node's folder, sorted by lineage, step, attempt, world and
+    shard.
+
+    A copy is complete if its header is readable and its data file has the header's size; the digest is not checked.
+    """
     found = []
     for path in folder.glob("*.json") if folder.is_dir() else ():
         with contextlib.suppress(OSError, UnreadableRecord):
@@ -113,7 +132,10 @@ def list_copies(folder: Path, job_uid: str) -> tuple[CopyHeader, ...]:
 
 
 def drop_copies(folder: Path, job_uid: str, unwanted: Callable[[WorldState], bool]) -> None:
-    """Delete the copies for which `unwanted` returns true, headers first, and data without a header of such states."""
+    """Delete the copies of all states for which `unwanted` returns true, headers first.
+
+    Also deletes data files of such states that have no header.
+    """
     for header in list_copies(folder, job_uid):
         if unwanted(header.of):
             header_file(folder, header.of, header.shard).unlink(missing_ok=True)
@@ -125,7 +147,9 @@ def drop_copies(folder: Path, job_uid: str, unwanted: Callable[[WorldState], boo
 
 
 def _named(path: Path) -> WorldState | None:
-    """Return the state in a data file's name; its number of shards is not known. None for other names."""
+    """Return the state that a data file's name states, with `shards` 1 because the name does not say it; None for other
+    names.
+    """
     try:
         world, lineage, step, attempt = path.name.split(".")[0].rsplit("-", 3)
         return WorldState(world=world, lineage=int(lineage), step=int(step), attempt=int(attempt), shards=1)
@@ -134,9 +158,10 @@ def _named(path: Path) -> WorldState | None:
 
 
 def open_folder(folder: Path, home: str) -> bool:
-    """Create a job's folder and record the installation's path. Return whether the folder is writable.
+    """Create a job's folder for copies and record the installation's path. Return whether the folder can be used.
 
-    Every user may write to the in-memory file system, so the topmost folder must belong to this user and be closed to others.
+    Every user may write to the in-memory file system, so the topmost folder must belong to this user and be closed to
+    others.
     """
     top = folder.parents[2]
     try:
@@ -154,7 +179,10 @@ def open_folder(folder: Path, home: str) -> bool:
 
 
 def sweep_memory(root: Path, home: str, node: str, active: Iterable[str]) -> None:
-    """Delete copies of ended jobs on this node, and of installations whose folder no longer exists."""
+    """Delete copies of ended jobs on this node, and those of installations whose home folder no longer exists.
+
+    `active`: uids of the jobs whose copies stay.
+    """
     wanted = set(active)
     mine = home_folder(root, home)
     for folder in (mine / node).glob("*"):
@@ -167,9 +195,10 @@ def sweep_memory(root: Path, home: str, node: str, active: Iterable[str]) -> Non
 
 
 def second_keepers(nodes: Sequence[str]) -> tuple[int | None, ...]:
-    """Return, by rank, the rank whose node keeps a second copy of its shard: the next rank on another node; None if there is none.
+    """Return, by rank, the rank that keeps the second copy of its shard: the next rank on another node; None if there
+    is none.
 
-    Ranks of one node share its memory, so a copy for a neighbour on the same node would add nothing.
+    Ranks of one node share its memory, so a copy by a rank on the same node would add nothing.
     """
     size = len(nodes)
     return tuple(

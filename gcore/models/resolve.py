@@ -1,8 +1,9 @@
-"""Resolve `model.path` to a folder on this machine.
+"""Resolve `model.path` of a spec to a folder on this machine; download a hub model if necessary.
 
-A controller calls `resolve_model` off the event loop, once per job on its node; workers get the folder. A hub model is downloaded into the hub's
-own cache, small files first, so that code and pickles are rejected before the large files. Interrupted downloads are retried; a repeated download
-changes nothing. A model that is pinned to a commit and complete in the cache needs no hub.
+A controller calls `resolve_model` off the event loop, once per job on its node; workers get the folder. A hub model is
+downloaded into the hub's own cache, small files first, so that code and pickles are rejected before the large files.
+Interrupted downloads are retried; a repeated download changes nothing. A model that is pinned to a commit and complete
+in the cache needs no access to the hub.
 """
 
 from __future__ import annotations
@@ -38,24 +39,28 @@ from gcore.models.hubs import (
 )
 
 Progress = Callable[[int, int], None]
-"""Called with bytes received and total bytes."""
+"""Called with the bytes received so far and the total bytes of a download."""
 
 FEW_TRIES = 2
-"""Tries for a user who waits at a prompt."""
+"""Tries to reach a hub while a user waits at a prompt."""
 
 MANY_TRIES = 8
-"""Tries for a job that is starting: about two minutes, including pauses."""
+"""Tries to reach a hub for a job that is starting: about two minutes, including pauses."""
 
 LONGEST_PAUSE_S = 30.0
+"""Maximum pause in seconds between two tries."""
 
 LOOK_S = 1.0
-"""Interval between progress measurements."""
+"""Interval in seconds between two progress measurements of a download."""
 
 
 @dataclass(frozen=True, slots=True)
 class ResolvedModel:
-    """A model on this machine. `revision`: its commit on the hub; empty for a folder. `remote_code`: Python files from the model's folder that
-    engines and ranks will run; empty unless the spec trusts them."""
+    """A model in a folder on this machine.
+
+    `revision`: its commit on the hub; empty for a local folder. `remote_code`: Python files from the model's folder
+    that engines and ranks will run; empty unless the spec trusts them.
+    """
 
     folder: Path
     revision: str = ""
@@ -64,7 +69,10 @@ class ResolvedModel:
 
 @dataclass(frozen=True, slots=True)
 class HubAnswer:
-    """What a download of a model includes. `files`: names and sizes in bytes. `here`: bytes already in the cache."""
+    """What a download of a model would transfer, and from where.
+
+    `hub`: title of the hub. `files`: names and sizes in bytes. `here`: bytes of them that are already in the cache.
+    """
 
     hub: str
     commit: str
@@ -73,12 +81,14 @@ class HubAnswer:
 
     @property
     def total(self) -> int:
-        """Total bytes."""
+        """Total size of the files in bytes."""
         return total_size(self.files)
 
 
 def open_hub(scheme: Scheme) -> Hub:
-    """Return the hub of a scheme. Imports its client now; raises ModelError if it is not installed."""
+    """Return the hub of a scheme (`hf`, `ms`). Imports its client now; raises ModelError if the client is not
+    installed.
+    """
     if scheme == "ms":
         from gcore.models.hubs import ModelScope
 
@@ -98,11 +108,12 @@ def resolve_model(
     progress: Progress | None = None,
     hub: Hub | None = None,
 ) -> ResolvedModel:
-    """Return the folder of the model in `path` (a spec's `model.path`). Blocks; may download.
+    """Return the folder of the model in `path` (a spec's `model.path`). Blocks; downloads a hub model if necessary.
 
-    `revision`: the commit at which the job was created; overrides the one in `path`. `weights` False: get only configuration and tokenizer. `hub`:
-    overrides the hub of `path`'s scheme. Raises ModelError (a DataError) if the model does not exist, access is missing, the hub does not answer,
-    the weights are a pickle, or the model needs code that is not trusted.
+    `revision`: the commit at which the job was created; overrides the one in `path`. `weights` False: get only
+    configuration and tokenizer. `tries`: attempts to reach the hub. `hub`: overrides the hub of `path`'s scheme. Raises
+    ModelError (a DataError) if the model does not exist, access is missing, the hub does not answer, the weights are a
+    pickle, or the model needs code that is not trusted.
     """
     model = hub_model(path)
     if model is None:
@@ -122,7 +133,10 @@ def resolve_model(
 
 
 def ask_hub(path: str, *, trust_remote_code: bool = False, hub: Hub | None = None) -> HubAnswer | None:
-    """Return what a download of `path` includes; None for a folder. Downloads the small files. Raises ModelError."""
+    """Return what a download of `path` would transfer; None for a local folder.
+
+    Downloads the small files, because the weight files are named in one of them. Raises ModelError.
+    """
     model = hub_model(path)
     if model is None:
         return None
@@ -190,7 +204,7 @@ class _Fetching:
         return folder
 
     def _check_index(self, listing: HubListing, folder: Path) -> None:
-        """Raise ModelError if the index of the weights names files that the hub does not have, as after an incomplete upload."""
+        """Raise ModelError if the index of the weights names files that the hub lacks, as after an incomplete upload."""
         there = {file.name for file in listing.files}
         missing = sorted(weight_files(folder) - there)
         if INDEX in there and WHOLE not in there and missing:
@@ -202,7 +216,9 @@ class _Fetching:
 
     @contextlib.contextmanager
     def _watched(self, listing: HubListing, files: Sequence[HubFile]) -> Iterator[None]:
-        """Report progress while the block runs, from the files on disk, independently of the client."""
+        """Report the download's progress while the block runs, from the sizes of the files on disk, not from the hub's
+        client.
+        """
         progress = self.progress
         if progress is None:
             yield
@@ -226,7 +242,7 @@ class _Fetching:
 
 
 def _patient(tries: int) -> tenacity.Retrying:
-    """Return a retry policy for a hub that does not answer."""
+    """Return a retry policy: up to `tries` tries while the hub does not answer, with growing pauses."""
     return tenacity.Retrying(
         retry=tenacity.retry_if_exception_type(HubUnreachable),
         stop=tenacity.stop_after_attempt(tries),
@@ -238,8 +254,8 @@ def _patient(tries: int) -> tenacity.Retrying:
 def main() -> None:
     """`python -m gcore.models REQUEST`: download a model to this machine, in a separate process.
 
-    A controller starts it, so that the hub's client, with its memory, threads and blocking calls, is not part of the controller. REQUEST is a JSON
-    object; standard output gets one JSON object per line:
+    A controller starts it, so that the hub's client, with its memory, threads and blocking calls, is not part of the
+    controller. REQUEST is a JSON object; standard output gets one JSON object per line:
 
         {"done": 1200, "total": 3400}                                         progress in bytes
         {"folder": "...", "revision": "...", "remote_code": ["..."]}          the result
