@@ -5,10 +5,10 @@ The line is a Unix socket that the supervisor creates. The child inherits it as 
 then on:
 
     child -> supervisor   {"event": "serving", "address": "host:port"}      accepts requests at this address
-                          {"event": "store", "address": "host:port"}        rank 0's rendezvous
+                          {"event": "store", "address": "host:port"}        rank 0 waits for the other ranks here
                           {"event": "progress", "phase": "...", "progress": 17}
                           {"event": "failed", "reason": "one sentence"}     before an orderly exit with a failure
-    supervisor -> child   {"command": "rendezvous", "address": "host:port"}
+    supervisor -> child   {"command": "rendezvous", "address": "host:port"}     of rank 0, for the other ranks
                           {"command": "stop"}
 
 When the line breaks, the supervisor is dead and the child ends at once: a worker never outlives its supervisor. The
@@ -18,8 +18,9 @@ may send more. A line that is not a JSON object is a failure.
 The child runs in its own process group. When it has ended, the supervisor kills the whole group before it collects the
 child's exit status (until then the pid cannot be reused): a process that a server left behind would keep its
 accelerator. The supervisor confines itself before it starts the child, so the child and its descendants are confined
-from the beginning. Without its cores a worker fails, because it would compute on the cores of another. Without its
-control group it runs, because the limits only protect its neighbours, and the group may have been removed meanwhile.
+from the beginning. If its cores cannot be set, the worker fails, because it would compute on the cores of another. If
+its control group cannot be entered, it runs without, because the limits only protect its neighbours, and the group may
+have been removed meanwhile.
 
 Engines and ranks import this module for the child's end. They have no launch file of a supervisor, so the models of
 `gcore.worker.records` and of the store's description are imported for annotations only.
@@ -70,10 +71,15 @@ if TYPE_CHECKING:
 
 CONTROL_FD = "GCORE_CONTROL_FD"
 ORPHANED_EXIT = 70
+"""Exit code of a child whose supervisor has died."""
 
 
 class ControlLine:
-    """The child's end of the line. `send` may be called from any thread."""
+    """The child's end of the control line: receives commands in a thread, sends events. `send` may be called from any
+    thread.
+
+    `launch`: the child's launch document. `on_broken`: called when the line breaks; by default it ends the process.
+    """
 
     def __init__(self, sock: socket.socket, on_broken: Callable[[], None] | None = None) -> None:
         self._socket = sock
@@ -87,7 +93,7 @@ class ControlLine:
 
     @classmethod
     def inherit(cls) -> ControlLine | None:
-        """Return the line named in the environment, or None if the process was started by hand."""
+        """Return the line whose descriptor the environment names, or None if the process was started by hand."""
         fd = os.environ.get(CONTROL_FD)
         return cls(socket.socket(fileno=int(fd))) if fd else None
 
@@ -101,11 +107,11 @@ class ControlLine:
             self._on_broken()
 
     def report_progress(self, phase: str, progress: int) -> None:
-        """Report the progress of a phase to the supervisor."""
+        """Report the child's phase and its progress counter to the supervisor, for its watchdog."""
         self.send("progress", phase=phase, progress=progress)
 
     def wait_for(self, command: str) -> dict[str, Any]:
-        """Block until `command` arrives; earlier other commands are dropped."""
+        """Block until `command` arrives, and return it; other commands that arrive before are dropped."""
         while True:
             message = self.commands.get()
             if message.get("command") == command:
@@ -122,14 +128,21 @@ class ControlLine:
 
 log = logging.getLogger("gcore.worker")
 SCRATCH = "tmp"
+"""Subfolder of the job's folder for temporary files."""
 
 LONGEST_SCRATCH = 60
-"""Maximum characters of the folder: programs create sockets in their temporary folder, and a socket's path has at most
-107."""
+"""Maximum characters of the path of the folder for temporary files.
+
+Programs create sockets in it, and a socket's path has at most 107.
+"""
 
 
 def confine_process(spec: LaunchSpec) -> None:
-    """Confine this process as `spec` requires. Raises CannotStart."""
+    """Move this process into the control group and onto the cores of `spec`, and create its job's folder.
+
+    Raises CannotStart if it may not run on the cores or cannot create the folder; a missing control group is only
+    logged.
+    """
     if spec.cgroup:
         try:
             enter_group(spec.cgroup)
@@ -154,21 +167,25 @@ def confine_process(spec: LaunchSpec) -> None:
 
 
 def scratch_environment(folder: str, base: Mapping[str, str]) -> dict[str, str]:
-    """Return variables that put temporary files into the job's folder, unless the starter's environment `base` names
-    another folder, or the path is too long for a socket's name."""
+    """Return the variables that put temporary files into the job's folder `folder`.
+
+    Empty if `base`, the environment of the starting process, names another folder, or if the path is too long for a
+    socket.
+    """
     scratch = str(Path(folder, SCRATCH))
     return {"TMPDIR": scratch} if folder and "TMPDIR" not in base and len(scratch) <= LONGEST_SCRATCH else {}
 
 
 LONGEST_LINE = 1 << 20
+"""Maximum bytes of a message of the child."""
 
 LAST_WORD_S = 1.0
-"""Maximum seconds to read a dead child's line, in case a process outside its group keeps it open."""
+"""Maximum seconds to read the line of a child that has ended, in case a process outside its group keeps it open."""
 
 
 @dataclass(frozen=True, slots=True)
 class LogPart:
-    """A log file from byte `start` on: the output of one child."""
+    """The output of one child: a log file from byte `start` on."""
 
     path: Path
     start: int
@@ -180,7 +197,10 @@ class _Spawned(NamedTuple):
 
 
 def parse_event(line: bytes) -> WorkerEvent | None:
-    """Parse a message of the child. None: an event that this version does not know."""
+    """Convert a message of the child to an event; an invalid message is a failure of the child.
+
+    None: the message has an event name that this version does not know.
+    """
     try:
         message = json.loads(line)
         match message:
@@ -200,7 +220,11 @@ def parse_event(line: bytes) -> WorkerEvent | None:
 
 
 def child_environment(spec: LaunchSpec, base: Mapping[str, str], control_fd: int) -> dict[str, str]:
-    """Return the child's environment. The starter's thread settings are ignored; those of the spec are used."""
+    """Return the child's environment: `base` with thread settings, temporary folder, variables of the spec and control
+    line.
+
+    Thread settings of `base`, the environment of the starting process, are replaced by those of the spec.
+    """
     return {
         **base,
         **thread_environment(spec.threads),
@@ -212,7 +236,7 @@ def child_environment(spec: LaunchSpec, base: Mapping[str, str], control_fd: int
 
 
 class ChildProcess:
-    """A running child process, created by `start`."""
+    """A running engine or train rank, with the supervisor's end of its control line; created by `start`."""
 
     def __init__(
         self,
@@ -255,22 +279,22 @@ class ChildProcess:
         return self._process.pid
 
     def is_stopped(self) -> bool:
-        """Whether it is stopped by a signal (SIGSTOP)."""
+        """Whether the child's process is stopped by a signal (SIGSTOP)."""
         status = None if self._ended else process_status(self.pid)
         return status is not None and status.state == "T"
 
     def tell(self, command: str, **fields: Any) -> None:
-        """Send a command. Does not wait for a child that does not read its line."""
+        """Send a command to the child. Does not block if the child does not read its line."""
         self._write({"command": command, **fields})
 
     def kill(self) -> None:
-        """Send SIGKILL to its whole process group."""
+        """Send SIGKILL to the child's whole process group."""
         if not self._ended:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
 
     async def run(self, emit: Callable[[WorkerEvent], None]) -> None:
-        """Emit the child's messages, and at the end `ChildEnded`. Cancellation kills the child."""
+        """Emit the child's messages as events until it has ended, then `ChildEnded`. Cancellation kills the child."""
         listener = asyncio.create_task(self._listen(emit))
         try:
             await wait_child_ended(self.pid)

@@ -1,13 +1,14 @@
 """The state machine of a worker, run by its supervisor: events in, a new state and instructions out; and the watchdog.
 
-The sequence: register in the store, start the child, wait until it serves, continue until it ends, hangs or is stopped.
-For a train rank the registration also claims its rank in its world, and the second claimant never starts a child.
+The sequence: register in the store; then start the child (for a train rank the registration also claims its rank in its
+world, and a worker that finds the rank claimed by another never starts a child); wait until it serves; continue until
+it ends, hangs or is stopped.
 
 Ways to end:
 
-- *failed*: the child exited by itself, reported a failure, hung, never served, or lost its rank. Its remaining
-  processes are killed. The reason stays readable in the store for a short time; then the supervisor exits with
-  `FAILED`.
+- *failed*: the child exited by itself, reported a failure, hung, never served, or its rank belongs to another worker.
+  Its remaining processes are killed; the reason stays readable in the store for a short time; then the supervisor exits
+  with `FAILED`.
 - *stopping*: requested by a signal, orphaned (no controller on its node for the grace period), or without the store for
   very long. The child gets a stop command, drains, and is killed after a grace period, or at once if it does not serve
   yet; then the supervisor exits with `STOPPED`.
@@ -18,7 +19,7 @@ does not respond, no worker counts as an orphan. A failure while stopping change
 A child reports its phase and a counter that grows with its progress. A working phase in which the counter does not
 change for `limit_s` is a hang: collective libraries wait forever for a lost rank, and timeouts inside the process
 cannot be relied on. Phases that wait for work (`PATIENT`) may last forever; loading has its own limit. A child that was
-stopped by a signal (SIGSTOP) hangs in any phase, because it would not take work.
+stopped by a signal (SIGSTOP) counts as hung in any phase, because it would not accept work.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Registered:
-    """The store has the registration (for the first time, or again)."""
+    """The store has the worker's registration (for the first time, or again after a lost lease)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,42 +47,42 @@ class RegistrationRefused:
 
 @dataclass(frozen=True, slots=True)
 class StatePublished:
-    """The store now shows `state`."""
+    """The registration in the store now has the worker's state `state`."""
 
     state: WorkerState
 
 
 @dataclass(frozen=True, slots=True)
 class StoreSeen:
-    """Whether the store responds."""
+    """The lease renewals or a request showed whether the store responds (`answers`)."""
 
     answers: bool
 
 
 @dataclass(frozen=True, slots=True)
 class NodeWatched:
-    """The watch shows whether the node has a controller. This is a hint."""
+    """The watch on the node's key shows whether the node has a controller. This may be outdated, so it is only a hint."""
 
     present: bool
 
 
 @dataclass(frozen=True, slots=True)
 class NodeRead:
-    """A read of the store shows whether the node has a controller."""
+    """A read of the node's key, after `ReadNode`, shows whether the node has a controller."""
 
     present: bool
 
 
 @dataclass(frozen=True, slots=True)
 class RendezvousKnown:
-    """Rank 0 of the world listens at `address`."""
+    """The store has the address at which rank 0 of this worker's world waits for the other ranks."""
 
     address: str
 
 
 @dataclass(frozen=True, slots=True)
 class ChildStarted:
-    """The child was started."""
+    """The child process was started with process id `pid`."""
 
     pid: int
 
@@ -95,14 +96,14 @@ class ChildServes:
 
 @dataclass(frozen=True, slots=True)
 class ChildListens:
-    """The child, rank 0, waits for the other ranks at `address`."""
+    """The child, which is rank 0, waits for the other ranks of its world at `address`."""
 
     address: str
 
 
 @dataclass(frozen=True, slots=True)
 class ChildProgressed:
-    """The child reports its progress."""
+    """The child reports its phase, and the counter of its progress."""
 
     phase: str
     progress: int
@@ -117,7 +118,7 @@ class ChildFailed:
 
 @dataclass(frozen=True, slots=True)
 class LineClosed:
-    """The child closed its control line."""
+    """The child's end of the control line was closed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,14 +130,14 @@ class ChildEnded:
 
 @dataclass(frozen=True, slots=True)
 class StopRequested:
-    """The worker must stop."""
+    """A signal requests that the worker stops. `why`: which one."""
 
     why: str
 
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time has passed. `stopped`: the child's process was stopped by a signal."""
+    """A deadline or the periodic check is due. `stopped`: whether the child's process is stopped by a signal (SIGSTOP)."""
 
     stopped: bool = False
 
@@ -173,53 +174,55 @@ class SendStop:
 
 @dataclass(frozen=True, slots=True)
 class SendRendezvous:
-    """Send the address of rank 0 to the child."""
+    """Send the child the address at which rank 0 of its world waits."""
 
     address: str
 
 
 @dataclass(frozen=True, slots=True)
 class PublishRendezvous:
-    """Write the address of this rank 0 to the store, once."""
+    """Write the address at which the child, rank 0, waits to the store, unless one is there."""
 
     address: str
 
 
 @dataclass(frozen=True, slots=True)
 class KillChild:
-    """Send SIGKILL."""
+    """Send SIGKILL to the child's process group."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReadNode:
-    """Read whether the node has a controller, and emit `NodeRead`."""
+    """Read from the store whether the node has a controller, and emit `NodeRead`."""
 
 
 @dataclass(frozen=True, slots=True)
 class EndSupervisor:
-    """Revoke the lease and exit with `code`."""
+    """Revoke the lease, which deletes the registration, and exit with `code`."""
 
     code: int
 
 
 Instruction = StartChild | SendStop | SendRendezvous | PublishRendezvous | KillChild | ReadNode | EndSupervisor
 PATIENT = frozenset({"waiting"})
+"""Phases in which a child waits for work and need not make progress."""
 LOADING = "loading"
+"""The phase of a child from its start until it serves."""
 
 SIGNAL_STOPPED = "stopped by a signal"
-"""Phase named in the verdict on a child in process state T."""
+"""What the watchdog's verdict names as the phase of a child that is stopped by a signal."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProgressOk:
-    """Nothing is wrong. `until`: the monotonic second at which it would be without progress; None: never."""
+    """The child does not hang. `until`: the monotonic second from which on it would, without progress; None: never."""
 
     until: float | None
 
 
 @dataclass(frozen=True, slots=True)
 class ProgressStalled:
-    """No progress in `phase` since the monotonic second `since`."""
+    """The child hangs: it has made no progress in `phase` since the monotonic second `since`."""
 
     phase: str
     since: float
@@ -231,9 +234,11 @@ class ProgressStalled:
 
 @dataclass(frozen=True, slots=True)
 class Watchdog:
-    """Known progress of the child. Times are monotonic seconds.
+    """What is known of the child's progress, and from which time on it counts as hung. Times are monotonic seconds.
 
-    `since`: when `phase` began or `progress` last changed. `stopped_since`: since when it has been stopped.
+    `limit_s`, `loading_limit_s`: seconds without progress after which a child hangs, in a working phase and while
+    loading. `since`: when `phase` began or `progress` last changed. `stopped_since`: when its process was found stopped
+    by a signal.
     """
 
     limit_s: float
@@ -244,24 +249,24 @@ class Watchdog:
     stopped_since: float | None = None
 
     def note(self, phase: str, progress: int, now: float) -> Watchdog:
-        """Record a report of the child. The same phase with the same counter is no progress."""
+        """Return the watchdog after a report of the child. The same phase with the same counter is no progress."""
         if phase == self.phase and progress == self.progress:
             return self
         return replace(self, phase=phase, progress=progress, since=now)
 
     def note_stopped(self, *, stopped: bool, now: float) -> Watchdog:
-        """Record whether the child's process is stopped by a signal."""
+        """Return the watchdog after a check whether the child's process is stopped by a signal."""
         if stopped == (self.stopped_since is not None):
             return self
         return replace(self, stopped_since=now if stopped else None)
 
     @property
     def due(self) -> float | None:
-        """The monotonic second from which on the verdict is `ProgressStalled` without progress; None: never."""
+        """The monotonic second from which on the child counts as hung if it makes no progress; None: never."""
         return min((suspicion.at for suspicion in self._suspicions()), default=None)
 
     def verdict(self, now: float) -> ProgressOk | ProgressStalled:
-        """Whether it hangs at `now`."""
+        """Whether the child hangs at the monotonic second `now`."""
         hung = next((suspicion.hung for suspicion in self._suspicions() if suspicion.at <= now), None)
         return hung or ProgressOk(self.due)
 
@@ -282,28 +287,33 @@ class Watchdog:
 
 @dataclass(frozen=True, slots=True)
 class _Suspicion:
-    """Without progress, the verdict is `hung` from `at` on."""
+    """A possible hang: unless the child makes progress, the verdict is `hung` from the monotonic second `at` on."""
 
     at: float
     hung: ProgressStalled
 
 
 STOPPED = 0
+"""Exit code of a supervisor after an orderly stop."""
 FAILED = 1
+"""Exit code of a supervisor whose worker failed."""
 
 LINE_GRACE_S = 5.0
-"""Seconds between a child's failure report (or the end of its line) and its exit; then it is killed."""
+"""Seconds that a child has to exit after its failure report, or after its line was closed; then it is killed."""
 
 OVERSLEPT_S = 2.0
-"""A supervisor that acts this much later than planned was itself paused, and must not blame the child for the gap."""
+"""A supervisor that acts this many seconds later than planned was itself paused, and must not blame the child for it.
+"""
 
 SHOW_LIMIT_S = 60.0
-"""Maximum seconds that a failure waits for the store to accept it. Otherwise a failure together with the store's, such
-as a full disk, would never be reported."""
+"""Maximum seconds that a failed supervisor waits until the store has accepted its failure.
+
+If it ended earlier while the store fails for the same cause, such as a full disk, the failure would never be reported.
+"""
 
 
 class ChildState(Enum):
-    """State of the child."""
+    """Whether the child process exists: not started yet, running, or ended."""
 
     NONE = "none"
     RUNNING = "running"
@@ -312,12 +322,12 @@ class ChildState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class SupervisorState:
-    """Input of the supervisor's decisions. Times are monotonic seconds.
+    """The state of a worker, from which `decide` derives what to do. Times are monotonic seconds.
 
-    `serve_by`: deadline for the child to serve. `kill_at`: when the rest of the child is killed. `leave_at`: when the
-    supervisor exits after a failure. `shown`: the store shows the failure. `absent_since`: since when the node has no
-    controller. `asked`: the store was queried about that and has not responded yet. `away_since`: since when the store
-    does not respond.
+    `serve_by`: deadline for the child to serve. `kill_at`: when the child is killed, for the reason `kill_reason`.
+    `leave_at`: when the supervisor exits after a failure. `shown`: whether the store has the failure. `absent_since`:
+    since when the node has no controller. `asked`: whether the store was queried about that and has not responded yet.
+    `away_since`: since when the store does not respond. `left`: whether the supervisor was instructed to exit.
     """
 
     spec: LaunchSpec
@@ -340,25 +350,29 @@ class SupervisorState:
 
     @classmethod
     def begin(cls, spec: LaunchSpec, now: float) -> SupervisorState:
-        """Return the state before any event."""
+        """Return the state of a worker at its start, before any event."""
         return cls(spec, serve_by=now + spec.start_limit_s)
 
     @property
     def ending(self) -> bool:
-        """Whether the worker is ending, with or without a failure."""
+        """Whether the worker has failed or is stopping."""
         return self.state in ("failed", "stopping")
 
 
 @dataclass(frozen=True, slots=True)
 class Transition:
-    """The state after an event, and the instructions in order."""
+    """The worker's state after an event, and what the supervisor must do, in order."""
 
     life: SupervisorState
     instructions: tuple[Instruction, ...] = ()
 
 
 def decide(life: SupervisorState, event: WorkerEvent, now: float) -> Transition:
-    """Return the transition for `event` at time `now`. After the end nothing is decided any more."""
+    """Return the new state and the instructions for `event` at the monotonic second `now`, including deadlines that are
+    due.
+
+    After the supervisor was instructed to end, events change nothing.
+    """
     if life.left:
         return Transition(life)
     taken = _take(_pardon(life, now), event, now)
@@ -367,7 +381,7 @@ def decide(life: SupervisorState, event: WorkerEvent, now: float) -> Transition:
 
 
 def wake_at(life: SupervisorState) -> float | None:
-    """Return when to check next if nothing happens; None: only after an event."""
+    """Return the monotonic second at which the next deadline is due if no event comes; None: there is no deadline."""
     times = [life.leave_at]
     if life.child is ChildState.RUNNING:
         times.append(None if life.killed else life.kill_at)
@@ -382,8 +396,10 @@ def wake_at(life: SupervisorState) -> float | None:
 
 
 def _pardon(life: SupervisorState, now: float) -> SupervisorState:
-    """Restart the counting of a supervisor that was paused (SIGSTOP, a frozen machine) and has not received the child's
-    messages."""
+    """Restart the child's time limits if the supervisor itself was paused (SIGSTOP, a frozen machine).
+
+    It has not received the child's messages meanwhile, so it must not count the pause against the child.
+    """
     planned = wake_at(life)
     if planned is None or now <= planned + OVERSLEPT_S:
         return life
@@ -392,7 +408,7 @@ def _pardon(life: SupervisorState, now: float) -> SupervisorState:
 
 
 def _take(life: SupervisorState, event: WorkerEvent, now: float) -> Transition:
-    """Return the transition for the event, without checking deadlines."""
+    """Return the transition for the event alone, without checking deadlines."""
     match event:
         case Registered():
             begun = life.child is not ChildState.NONE or life.ending
@@ -419,7 +435,7 @@ def _take(life: SupervisorState, event: WorkerEvent, now: float) -> Transition:
 
 
 def _take_child(life: SupervisorState, event: WorkerEvent, now: float) -> Transition:
-    """Return the transition for an event of the child."""
+    """Return the transition for an event that the child caused."""
     match event:
         case ChildStarted(pid):
             spec = life.spec
@@ -444,7 +460,7 @@ def _take_child(life: SupervisorState, event: WorkerEvent, now: float) -> Transi
 
 
 def _look(life: SupervisorState, now: float) -> Transition:
-    """Return what is due at `now`."""
+    """Return the transition for the first deadline that is due at `now`; no change if none is."""
     if life.leave_at is not None and now >= life.leave_at:
         return Transition(replace(life, left=True), (EndSupervisor(FAILED),))
     running = life.child is ChildState.RUNNING
@@ -498,7 +514,9 @@ def _stop(life: SupervisorState, why: str, now: float) -> Transition:
 
 
 def _fail(life: SupervisorState, reason: str, now: float, *, grace_s: float) -> Transition:
-    """Record a failure. The first reason counts: later ones are its consequences."""
+    """Record a failure, and have the child killed after `grace_s`. The first reason counts: later ones are its
+    consequences.
+    """
     if life.ending:
         return Transition(life)
     life = replace(life, state="failed", reason=reason)
@@ -510,8 +528,11 @@ def _fail(life: SupervisorState, reason: str, now: float, *, grace_s: float) -> 
 
 
 def _linger(life: SupervisorState, now: float) -> SupervisorState:
-    """Schedule the exit: a failure stays in the store for a while after the store shows it and the child is completely
-    gone."""
+    """Schedule the supervisor's exit after a failure, once the child has ended.
+
+    The failure stays readable for `linger_s` after the store has it; the wait for the store is limited to
+    `SHOW_LIMIT_S`.
+    """
     if life.child is ChildState.RUNNING:
         return life
     return replace(life, leave_at=now + (life.spec.linger_s if life.shown else SHOW_LIMIT_S))

@@ -1,16 +1,15 @@
-"""`gcore-worker --home HOME --launch FILE`: the supervisor's process, and its start so that it outlives the starting
-process.
+"""`gcore-worker --home HOME --launch FILE`: the supervisor's process, and how a controller starts it.
 
-The process reads the launch document, connects to the store and runs `gcore.worker.supervisor`. `--home` is not used:
-it is on the command line so that users and `gcore down` see which cluster the process belongs to. Exit status: 0 after
-an orderly stop, 1 if the worker failed, 2 if the launch document cannot be used. The process stays small: no torch, no
-command-line framework.
+The process is detached, so that it outlives the controller that starts it. It reads the launch document, connects to
+the store and runs `gcore.worker.supervisor`. `--home` is not used: it is on the command line so that users and `gcore
+down` see which cluster the process belongs to. Exit status: 0 after an orderly stop, 1 if the worker failed, 2 if the
+launch document cannot be used. The process stays small: no torch, no command-line framework.
 
 The launch document is written to HOME/workers/INSTANCE.json, readable by its owner only, because it may contain an
 environment. The supervisor's log is HOME/logs/INSTANCE.supervisor.log; the document names the child's log. The starting
 process does not wait: the store shows whether the worker started. While the cluster has nodes of the previous schema
-version, a worker writes that version for its whole life. A document is read once, at start; each start deletes old
-ones.
+version, a worker that is started then writes records of that version until it ends. A document is read once, at start;
+each start deletes old ones.
 """
 
 from __future__ import annotations
@@ -36,11 +35,14 @@ from gcore.worker.records import LaunchSpec
 from gcore.worker.supervisor import Supervisor
 
 FOLDER = "jobs"
+"""Folder of the cluster's home with the working folders of jobs."""
 
 
 def job_folder(home: Path, job_uid: str) -> Path:
-    """Return the folder for files that a job's processes write on this machine outside the run folder. It is deleted
-    some time after the job's end."""
+    """Return the folder for files that a job's processes write on this machine outside the run folder.
+
+    It is deleted some time after the job's end.
+    """
     return home / FOLDER / job_uid
 
 
@@ -48,7 +50,7 @@ log = logging.getLogger("gcore.worker")
 
 
 def main() -> None:
-    """The console script."""
+    """Run `gcore-worker`: parse the command line, supervise one worker, and exit with its status."""
     parser = argparse.ArgumentParser(prog="gcore-worker", description="Supervises one engine or train rank.")
     parser.add_argument("--home", required=True, help="folder of the cluster it belongs to; shown, not used")
     parser.add_argument("--launch", required=True, type=Path, help="launch document, a JSON file")
@@ -66,7 +68,7 @@ def main() -> None:
 
 
 def read_launch(path: Path) -> LaunchSpec:
-    """Read the launch document. Raises UsageError."""
+    """Read and validate the launch document. Raises UsageError."""
     try:
         return LaunchSpec.decode(path.read_bytes(), str(path))
     except OSError as error:
@@ -76,7 +78,9 @@ def read_launch(path: Path) -> LaunchSpec:
 
 
 async def supervise(spec: LaunchSpec) -> int:
-    """Run the worker of `spec` until it has ended. Return the exit code. SIGTERM and SIGINT stop it."""
+    """Run the supervisor of `spec` until the worker has ended. Return the exit code. SIGTERM and SIGINT stop the
+    worker.
+    """
     me = process_status(os.getpid())
     if me is None:
         raise UsageError("this process cannot see itself under /proc", fix="Mount /proc")
@@ -92,7 +96,7 @@ async def supervise(spec: LaunchSpec) -> int:
 
 
 def _explain(errors: BaseExceptionGroup[GcoreError]) -> int:
-    """Log each error as one sentence. Return the exit code."""
+    """Log each error of the group as one sentence. Return the exit code of the last one."""
     code = 1
     for error in errors.exceptions:
         if isinstance(error, GcoreError):
@@ -104,21 +108,28 @@ def _explain(errors: BaseExceptionGroup[GcoreError]) -> int:
 
 
 READ_WITHIN_S = 3600.0
-"""Age relative to the newest document, in seconds, after which a document has been read or never will be."""
+"""A launch document that is older than the newest by this many seconds is deleted: it has been read, or never will be.
+"""
 
 
 def worker_command(home: Path, launch_file: Path) -> tuple[str, ...]:
-    """Return the supervisor's command line. `home` is on it to show which cluster the process belongs to."""
+    """Return the supervisor's command line.
+
+    `home` is on it only to show which cluster the process belongs to.
+    """
     return (sys.executable, "-P", "-m", "gcore.worker.main", "--home", str(home), "--launch", str(launch_file))
 
 
 def supervisor_log(instance: str, home: Path) -> Path:
-    """Return the path of the supervisor's own log."""
+    """Return the path of the supervisor's own log, which is separate from the child's."""
     return home / "logs" / f"{instance}.supervisor.log"
 
 
 def start_worker(spec: LaunchSpec, home: Path) -> ProcessId:
-    """Start the supervisor of `spec` in the environment of this process. Raises CannotStart."""
+    """Write the launch document and start the supervisor as a detached process, in this process's environment.
+
+    Raises CannotStart.
+    """
     launch_file = home / "workers" / f"{spec.instance}.json"
     with explain_os_errors(
         "cannot write the launch document", CannotStart, where=launch_file, fix="Make the home folder writable"
@@ -136,7 +147,10 @@ def start_worker(spec: LaunchSpec, home: Path) -> ProcessId:
 
 
 def sweep_launches(newest: Path) -> None:
-    """Delete old launch documents in the folder of `newest`. Raises OSError if `newest` does not exist."""
+    """Delete launch documents in the folder of `newest` that are much older than it (`READ_WITHIN_S`).
+
+    Raises OSError if `newest` does not exist.
+    """
     now = newest.stat().st_mtime
     for file in newest.parent.glob("*.json"):
         with contextlib.suppress(OSError):  # another controller of this home deletes them too

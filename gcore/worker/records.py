@@ -1,7 +1,7 @@
 """Records of workers: the registration in the store, and the launch document that starts a supervisor.
 
-A registration is stored under the worker's own lease, so it ends with the supervisor and not with the controller that
-started it. This module does no I/O.
+A worker is an engine or a train rank with its supervisor. The registration is stored under a lease that the supervisor
+renews, so it ends with the supervisor and not with the controller that started it. This module does no I/O.
 """
 
 from __future__ import annotations
@@ -19,7 +19,11 @@ WorkerState = Literal["starting", "serving", "failed", "stopping"]
 
 
 class WorkerRecord(Record):
-    """`workers/{instance}`, under the worker's lease."""
+    """A worker's registration: the value of the key `workers/{instance}`, under the worker's lease.
+
+    `instance`: the worker's name. `role`: the pool that it serves (rollout, reward or train). `world`, `rank`: only for
+    a train rank.
+    """
 
     instance: str
     node: str
@@ -31,31 +35,32 @@ class WorkerRecord(Record):
     pid_started: int
     """Clock ticks from the node's boot to the supervisor's start. Identifies the supervisor together with the pid."""
     child_pid: int | None = None
+    """Pid of the engine or train rank; None until it has been started."""
     state: WorkerState = "starting"
     address: str = ""
     """host:port at which the child accepts requests; empty until the child has reported it."""
     reason: str = ""
-    """Why it failed or stops, as one sentence."""
+    """Why the worker failed or stops, as one sentence; empty while neither is the case."""
     world: str | None = None
     rank: int | None = None
     judge: str = ""
-    """The judge that an engine of the reward pool serves."""
+    """Name of the judge (reward model) that an engine of the reward pool serves; empty for other workers."""
     further: tuple[str, ...] = ()
-    """Further slots that an engine spans after `slot`, in order."""
+    """The other slots that an engine spans besides `slot`, in order; empty for a worker with one slot."""
 
     @property
     def slots(self) -> tuple[str, ...]:
-        """All slots of the worker."""
+        """All slots of the worker, `slot` first."""
         return (self.slot, *self.further)
 
     @property
     def process(self) -> ProcessId:
-        """The supervisor, for processes on its node."""
+        """Identity (pid and start time) of the supervisor, for other processes on its node."""
         return ProcessId(self.pid, self.pid_started)
 
 
 class LaunchSpec(Record):
-    """The file that `gcore-worker --launch` reads. All times in seconds."""
+    """The launch document of a worker: the file that `gcore-worker --launch` reads. All times in seconds."""
 
     instance: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+$")]
     node: str
@@ -64,44 +69,46 @@ class LaunchSpec(Record):
     slot: str
     store: StoreRef
     log_file: str
-    """File for the child's output."""
+    """File to which the child's output is appended."""
     command: Annotated[tuple[str, ...], Field(min_length=1)]
     """The child's command, e.g. (sys.executable, "-P", "-m", "gcore.engines.torch")."""
     child: dict[str, Any] = Field(default_factory=dict)
     """The child's own launch document, sent as the first line on the control line."""
     env: dict[str, str] = Field(default_factory=dict)
-    """Added to the supervisor's environment for the child."""
+    """Variables that are added to the supervisor's environment for the child."""
     threads: PositiveInt = 1
     """Size of each of the child's thread pools (`gcore.system.process`), unless `env` sets another."""
     world: str | None = None
     rank: NonNegativeInt | None = None
     judge: str = ""
     further: tuple[str, ...] = ()
-    """As in the registration."""
+    """The other slots that an engine spans besides `slot`, in order."""
     cpus: tuple[int, ...] = ()
-    """The cores on which it runs; empty: any allowed core."""
+    """The cores on which the worker runs; empty: any core that is allowed."""
     cgroup: str = ""
-    """The control group (a folder) in which it runs; empty: that of the starting process."""
+    """The control group (cgroup folder) in which the worker runs; empty: that of the process that starts it."""
     folder: str = ""
-    """Working folder of the child, also for files that it writes outside the run folder; it is created. Empty: that of
-    the starting process."""
+    """Working folder of the child, also for files that it writes outside the run folder; created if missing.
+
+    Empty: the working folder of the process that starts the worker.
+    """
     lease_ttl_s: PositiveInt = 10
     orphan_grace_s: NonNegativeFloat = 60.0
-    """Maximum time without a controller on the node before the worker drains and ends."""
+    """How long the node may have no controller before the worker drains and ends."""
     store_grace_s: PositiveFloat = 1800.0
-    """Maximum time without the store before the worker ends, because it can no longer be found."""
+    """How long the store may be unreachable before the worker ends, because clients can no longer find it."""
     start_limit_s: PositiveFloat = 600.0
-    """Maximum time from the child's start to its "serving"."""
+    """Maximum time from the child's start until it reports "serving"."""
     watchdog_s: PositiveFloat = 120.0
-    """A working phase without progress for this time is a hang."""
+    """A child that makes no progress in a working phase for this time counts as hung."""
     stop_grace_s: NonNegativeFloat = 10.0
-    """Time from "stop" to SIGKILL."""
+    """Time that the child has from the stop command until SIGKILL."""
     linger_s: NonNegativeFloat = 3.0
-    """Time for which a failure stays readable in the store before the supervisor ends."""
+    """How long a failure stays readable in the store before the supervisor ends and its registration with it."""
 
     @property
     def about(self) -> dict[str, object]:
-        """Return the fields of each line of the worker's log."""
+        """The fields that each line of the worker's log carries: controller, worker, role, job and rank."""
         named = {"controller": self.node, "worker": self.instance, "role": self.role, "job": self.job_uid}
         return named | ({} if self.rank is None else {"rank": self.rank})
 

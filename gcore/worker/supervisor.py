@@ -1,4 +1,4 @@
-"""Run one worker's state machine (`gcore.worker.lifecycle`), and keep its registration in the store.
+"""Runs one worker's state machine (`gcore.worker.lifecycle`), and keeps its registration in the store.
 
 All events (of the child, the store, signals, time) arrive through one queue and are handled in order; the registration
 follows the state. Between events the supervisor sleeps until the next deadline, so an idle worker costs almost nothing.
@@ -6,10 +6,13 @@ Safety does not depend on it: a supervisor may be paused or die at any moment (t
 
 The registration is stored under a session's lease (`gcore.store.session`). The supervisor retries until the store has
 the newest record. Each write compares the key's revision, because a write without a response may take effect later and
-must not overwrite a newer one. A train rank's first registration also claims `world/{world}/rank/{rank}`, in the same
-transaction and only if it is free. That key is not deleted while the world matters, so a rank that lost its lease
-registers again only while the key still names it. A worker that was refused shows its failure, but claims no rank. A
-registration of another process under this instance's name is not changed.
+must not overwrite a newer one.
+
+A train rank's first registration also claims the key `world/{world}/rank/{rank}`, in the same transaction and only if
+no worker has it (the world is the job's current set of training processes). That key is not deleted while the world
+matters, so a rank that lost its lease registers again only while the key still names it. A worker whose claim was
+refused still stores its failure, but claims no rank. A registration of another process under this instance's name is
+not changed.
 """
 
 from __future__ import annotations
@@ -57,21 +60,21 @@ from gcore.worker.lifecycle import (
 from gcore.worker.records import LaunchSpec, WorkerRecord
 
 RETRY_S = 1.0
-"""Seconds between attempts while the store does not respond."""
+"""Seconds between two attempts while the store does not respond."""
 
 log = logging.getLogger("gcore.worker")
 
 
 @dataclass(frozen=True, slots=True)
 class _Claim:
-    """The claim to a rank of a world."""
+    """The conditions and writes that the registration of a train rank adds to its transaction, to claim the rank."""
 
     compares: tuple[Compare, ...]
     puts: tuple[Put, ...]
 
 
 class Registrar:
-    """One worker's registration. `emit` receives the results."""
+    """Keeps one worker's registration in the store equal to the newest record. `emit` receives the results as events."""
 
     def __init__(self, spec: LaunchSpec, store: Store, clock: Clock, emit: Callable[[WorkerEvent], None]) -> None:
         self._spec = spec
@@ -87,13 +90,13 @@ class Registrar:
         self._mute = False
 
     def show(self, record: WorkerRecord) -> None:
-        """Set the record that the store must show from now on."""
+        """Set the record that the store must contain from now on."""
         if record != self._wanted:
             self._wanted = record
             self._changed.set()
 
     async def run(self) -> None:
-        """Run until cancelled."""
+        """Write the record whenever it changes, and again after a lost lease, until cancelled."""
         while True:
             self._session = await self._open()
             try:
@@ -105,7 +108,7 @@ class Registrar:
                 log.warning("the store ended the lease; registering again")
 
     async def leave(self) -> None:
-        """Revoke the lease, and with it the registration. If the store is unreachable, the lease expires."""
+        """Revoke the lease, which deletes the registration. If the store is unreachable, the lease expires later."""
         if self._session is not None:
             await self._session.close()
 
@@ -117,7 +120,7 @@ class Registrar:
                 await self._away()
 
     async def _report(self, session: Session) -> None:
-        """Report whether the store responds, as shown by the lease renewals."""
+        """Emit whether the store responds, as shown by the lease renewals, once every `lease_ttl_s`."""
         while True:
             self._emit(StoreSeen(session.alive(self._clock.monotonic())))
             await self._clock.sleep(self._spec.lease_ttl_s)
@@ -138,7 +141,7 @@ class Registrar:
                 self._changed.set()
 
     async def _put(self, lease: int, record: WorkerRecord) -> bool:
-        """Return whether the store now shows `record`, or never will; False: retry."""
+        """Write the record once. Return whether the store now has it, or never will; False: try again."""
         there = None if self._mute else await self._store.get(self._key)
         if there is not None and not _is_of(there, record):
             self._mute = True
@@ -164,7 +167,10 @@ class Registrar:
         return True
 
     async def _claim(self) -> _Claim | RegistrationRefused:
-        """Return the additional compares and writes for the registration of a train rank."""
+        """Return what the registration of a train rank must compare and write in addition, to claim its rank.
+
+        Returns a refusal if another worker has the rank, or if the world was deleted.
+        """
         spec = self._spec
         if spec.world is None or spec.rank is None:
             return _Claim((), ())
@@ -193,7 +199,9 @@ def _is_of(there: KeyValue, record: WorkerRecord) -> bool:
 
 
 class Supervisor:
-    """One worker's supervisor. `me` is its own process."""
+    """Runs one worker: its state machine, its registration and its child. `me`: identity of the supervisor's own
+    process.
+    """
 
     def __init__(self, spec: LaunchSpec, store: Store, clock: Clock, me: ProcessId) -> None:
         self._spec = spec
@@ -207,8 +215,11 @@ class Supervisor:
         self._child: ChildProcess | None = None
 
     def stop(self, why: str) -> None:
-        """Request the end, on the event loop, e.g. from a signal handler. The second request kills the child at
-        once."""
+        """Request the worker's end, on the event loop, e.g. from a signal handler. `why` becomes the reason in the
+        registration.
+
+        A second request kills the child at once.
+        """
         self._events.put_nowait(StopRequested(why))
 
     async def run(self) -> int:
@@ -238,8 +249,10 @@ class Supervisor:
                 await self._carry_out(instruction)
 
     async def _next(self, wake_at: float | None) -> WorkerEvent:
-        """Return the next event: at `wake_at` at the latest, and periodically to check whether the child was
-        stopped."""
+        """Return the next event: a `Tick` at `wake_at` at the latest.
+
+        A `Tick` also comes every half `watchdog_s`, to check whether the child was stopped by a signal.
+        """
         pause = self._spec.watchdog_s / 2
         if wake_at is not None:
             pause = min(pause, max(0.0, wake_at - self._clock.monotonic()))
@@ -292,7 +305,7 @@ class Supervisor:
         self._begun.append(self._tasks.create_task(work))
 
     async def _watch_node(self) -> None:
-        """Report whether the node has a controller: at first, and whenever it changes."""
+        """Emit whether the node has a controller: at first, and whenever the watch on the node's key shows a change."""
         key = keys.node(self._spec.node)
         present = None
         async for batch in self._store.watch(key):
@@ -323,8 +336,11 @@ class Supervisor:
                     return
 
     async def _publish_rendezvous(self, world: str, address: str) -> None:
-        """Write the address once. After a write without a response it is read; an address of another process is a
-        failure."""
+        """Store the address of this world's rank 0, unless the key exists.
+
+        After a write without a response the key is read again. If it has the address of another process, the worker
+        fails.
+        """
         key = keys.JobKeys(self._spec.job_uid).rendezvous(world)
         while True:
             try:

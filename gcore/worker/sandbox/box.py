@@ -1,8 +1,9 @@
 """Runs untrusted Python programs in confinement (`gcore.worker.sandbox.jail`), and verifies the confinement.
 
 A sandbox runs one program at a time, each in a new process that it kills at the time limit, and reads its output up to
-a limit. Successful system calls do not prove confinement: `prove` runs a program that tries every escape that must not
-be possible, in the same way as any other program, and raises if one works. Calls block.
+a limit. System calls that succeed while the confinement is set up do not prove that it works. `prove` therefore runs a
+program that tries every escape that must not be possible, in the same way as any other program, and raises if one
+works. Calls block.
 """
 
 from __future__ import annotations
@@ -28,13 +29,15 @@ from gcore.worker.sandbox.jail import BEGUN
 JAIL, PROBE = Path(__file__).with_name("jail.py"), Path(__file__).with_name("probe.py")
 
 MOST_OUTPUT, MOST_REPORT, MOST_OF_A_TEST = 1 << 20, 1 << 16, 8
-"""Maximum bytes of a program's output, and of the report about it and each test. A program that exceeds it is ended."""
+"""Maximum bytes of a program's output, of the report about it, and of the report about each test. A program that
+exceeds one of them is killed.
+"""
 
 THREADS = 64
-"""Maximum threads of a program, including the main thread."""
+"""Maximum number of threads of a program, including the main thread."""
 
 FIRST_USER, USERS = 1_000_000_000, 1_000_000
-"""Range of user ids for programs: one for each process that runs some."""
+"""Range of user ids under which programs run: one for each process that runs programs."""
 
 SYSTEM_FILES = (
     *("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache"),
@@ -43,6 +46,7 @@ SYSTEM_FILES = (
 """Files that Python itself opens, if they exist: shared libraries, time zones, harmless devices."""
 
 PROOF_S = 30.0
+"""Time limit of the program that tests the confinement, in seconds."""
 
 
 class SandboxError(GcoreError):
@@ -51,7 +55,10 @@ class SandboxError(GcoreError):
 
 @dataclass(frozen=True, slots=True)
 class ProgramResult:
-    """The result of a program. `error`: what it raised, or how it was ended. `refused`: why it was not started."""
+    """What became of a program: its output, and which tests passed.
+
+    `error`: what it raised, or how it was killed; empty if neither. `refused`: why it was not started at all.
+    """
 
     output: str = ""
     passed: tuple[bool, ...] = ()
@@ -60,8 +67,10 @@ class ProgramResult:
 
 
 class ProgramSandbox:
-    """Runs programs. `memory_mb`: memory limit of a program. `packages`: whether it may import packages installed
-    beside gcore."""
+    """Runs untrusted programs, each in a confined process of its own.
+
+    `memory_mb`: memory limit of a program. `packages`: whether programs may import the packages installed beside gcore.
+    """
 
     def __init__(self, memory_mb: int, *, packages: bool = False, clock: Clock | None = None) -> None:
         self._clock = clock or SystemClock()
@@ -71,7 +80,9 @@ class ProgramSandbox:
         self._readable = [*SYSTEM_FILES, paths["stdlib"], paths["platstdlib"], *self._paths]
 
     def prove(self) -> None:
-        """Verify the confinement. Raises SandboxError that names what is missing."""
+        """Verify the confinement on this machine. Raises SandboxError that names what a program could do or what is
+        missing.
+        """
         fix = "It needs Linux 5.13 or later with Landlock and seccomp, and libseccomp (Debian: libseccomp2); see docs/use/rewards.md"
         with tempfile.TemporaryDirectory(prefix="gcore-outside-") as outside:
             os.chmod(outside, 0o755)
@@ -90,7 +101,10 @@ class ProgramSandbox:
             raise SandboxError(f"programs cannot be shut in here: one could {', '.join(ways)}", fix=fix)
 
     def run(self, program: str, tests: Sequence[str] = (), given: str = "", *, timeout_s: float) -> ProgramResult:
-        """Run a program, and then tests in its namespace. `given`: standard input. Never raises."""
+        """Run a program, and then each of `tests` in its namespace. Never raises for what the program does.
+
+        `given`: the program's standard input. `timeout_s`: after this time it is killed.
+        """
         ours, theirs = os.pipe2(os.O_CLOEXEC)
         uid = _spare_user()
         request = {
@@ -138,9 +152,10 @@ class ProgramSandbox:
     def _watch(
         self, process: subprocess.Popen[bytes], most: dict[int, int], timeout_s: float
     ) -> tuple[bytes, bytes, str]:
-        """Read until the process has ended or is ended. Return its output, its report, and why it was ended, if it was.
+        """Read a program's output and report until it has ended, or kill it at a limit.
 
-        `most`: maximum bytes to read, by descriptor of its output and its report.
+        `most`: maximum bytes to read, by file descriptor of its output and its report. Returns output, report, and
+        which limit it exceeded ("" if none).
         """
         said = {fd: bytearray() for fd in most}
         deadline = self._clock.monotonic() + timeout_s
@@ -190,8 +205,9 @@ def _ran(code: int, output: bytes, said: bytes, cut: str, tests: int) -> Program
 
 
 def _spare_user() -> int | None:
-    """Return a user without other processes, one per calling process, if this process is root and may change its
-    user."""
+    """Return a user id without other processes, for the programs of this process; None unless it may change its user
+    (root).
+    """
     if os.geteuid() != 0:
         return None
     ranges = [tuple(map(int, line.split())) for line in Path("/proc/self/uid_map").read_text().splitlines()]
@@ -204,7 +220,7 @@ def _spare_user() -> int | None:
 
 
 def _threads_of_mine() -> int:
-    """Return the number of threads of this user: the kernel counts them all against the limit of one process."""
+    """Return the number of threads of this user: the kernel counts all of them against the limit of one process."""
     count = 0
     for folder in Path("/proc").iterdir():
         with contextlib.suppress(OSError, ValueError):

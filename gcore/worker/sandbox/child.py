@@ -10,7 +10,8 @@ value per line:
 
 Foreign code runs in the main thread, because libraries implement time limits with signals. Its output goes to standard
 error, which is the controller's log. The process ends when the socket closes; processes forked by foreign code do not
-have the socket. BEGUN is shared memory for calls of many items: the process writes which item it begins.
+have the socket. BEGUN is the descriptor of shared memory for calls with many items: the process writes into it which
+item it begins.
 """
 
 from __future__ import annotations
@@ -35,32 +36,40 @@ LONGEST_WORDS = 2000
 
 _BEGUN = struct.Struct("<QQ")
 BEGUN_BYTES = _BEGUN.size
+"""Size of the shared memory in bytes."""
 
 Answers = Callable[[int, Any], Iterable[bytes]]
-"""Yields the encoded responses to a call, given its number (from 1) and its content; each is sent as soon as it is
-yielded."""
+"""Yields the encoded responses to a call, each sent as soon as it is yielded.
+
+Its arguments are the call's number (from 1) and its content.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """Loaded code. `facts`: what its pool needs to know of it, as JSON."""
+    """Foreign code that is loaded and ready for calls.
+
+    `answers`: responds to a call. `facts`: what the pool needs to know of the code, as JSON.
+    """
 
     answers: Answers
     facts: Mapping[str, Any] = field(default_factory=dict)
 
 
 class ProgressCell:
-    """Shared memory with the item of the call that the process has started last."""
+    """Shared memory in which the process records the item of the current call that it has started last."""
 
     def __init__(self, fd: int) -> None:
         self._memory = mmap.mmap(fd, BEGUN_BYTES)
 
     def write(self, call: int, item: int) -> None:
-        """Record that `item` of `call` has started. Called by the process."""
+        """Record that item number `item` of call number `call` has started. Called by the process."""
         _BEGUN.pack_into(self._memory, 0, call, item)
 
     def read(self, call: int) -> int:
-        """Return the item of `call` that has started last; 0 if the call has not started. Called by the controller."""
+        """Return the item of call number `call` that has started last; 0 if the call has not started. Called by the
+        controller.
+        """
         found, item = _BEGUN.unpack_from(self._memory)
         return item if found == call else 0
 
@@ -70,19 +79,22 @@ class ProgressCell:
 
 
 def encode_line(value: Any) -> bytes:
-    """Encode one line. ASCII, so that no text can end the line or fail to encode."""
+    """Encode a value as one line of JSON. ASCII, so that no text can end the line or fail to encode."""
     return json.dumps(value, separators=(",", ":")).encode("ascii") + b"\n"
 
 
 def error_fields(error: GcoreError, trace: str) -> dict[str, str | None]:
-    """Return an error as it is sent: `what`, `where`, `fix` and `trace`, each of limited length."""
+    """Return the fields in which an error is sent: `what`, `where`, `fix` and `trace`, each of limited length."""
     words = {"where": error.where, "fix": error.fix}
     said = {name: None if word is None else str(word)[:LONGEST_WORDS] for name, word in words.items()}
     return {"what": str(error.what)[:LONGEST_WORDS], **said, "trace": trace[-MAX_TRACE:]}
 
 
 def serve(load: Callable[[dict[str, Any]], Loaded]) -> None:
-    """Run the process. `load` gets the setup; it raises PluginFault if the code cannot be loaded."""
+    """Run the process: load the foreign code, then respond to calls until the socket closes.
+
+    `load` gets the setup message; it raises PluginFault if the code cannot be loaded.
+    """
     line = socket.socket(fileno=int(sys.argv[1]))
     guard_answers(line)
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
@@ -102,9 +114,9 @@ def serve(load: Callable[[dict[str, Any]], Loaded]) -> None:
 
 
 def serve_calls(load: Callable[[dict[str, Any]], Callable[[Any], Any]]) -> None:
-    """Run a process for `SandboxProcess.ask`: a call is [CALL, QUESTION], its response [CALL, ANSWER].
+    """Run a process that responds to `SandboxProcess.ask`: a call is [CALL, QUESTION], its response [CALL, ANSWER].
 
-    `load` returns the function from a question to its answer.
+    CALL is the call's number. `load` gets the setup message and returns the function from a question to its answer.
     """
 
     def load_answers(setup: dict[str, Any]) -> Loaded:
@@ -115,15 +127,17 @@ def serve_calls(load: Callable[[dict[str, Any]], Callable[[Any], Any]]) -> None:
 
 
 def guard_answers(line: socket.socket) -> None:
-    """Prevent a process forked by foreign code from responding in place of this one, because every later response would
-    then belong to another call."""
+    """Disconnect processes that foreign code forks from the socket, so that they cannot respond in place of this one.
+
+    Otherwise every later response would be mistaken for that to another call.
+    """
     nothing = os.open(os.devnull, os.O_RDWR)
     os.set_inheritable(line.fileno(), False)
     os.register_at_fork(after_in_child=lambda: os.dup2(nothing, line.fileno(), inheritable=False))
 
 
 def limit_memory(megabytes: int) -> None:
-    """Limit the private data of the process; shared libraries and reserved addresses do not count."""
+    """Limit the private memory of the process to `megabytes` MiB; shared libraries and reserved addresses do not count."""
     most = megabytes << 20
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     most = most if hard == resource.RLIM_INFINITY else min(most, hard)

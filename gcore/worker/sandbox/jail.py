@@ -1,18 +1,14 @@
-"""Run an untrusted Python program so that it can compute and do nothing else: `jail.py < REQUEST`.
+"""Confine this process and run an untrusted Python program in it: `jail.py < REQUEST`.
 
-The request is a JSON object:
+The program can compute and print, and do nothing else. The request is a JSON object: `program`; `tests`, a list of
+statements run after it; `input`, the program's standard input; `memory_mb`, `cpu_s`, `threads`; `readable`, the files
+and folders that Python itself needs; `paths`, from where packages may be imported; `uid`, a user without other
+processes, or null if the process cannot change its user; `parent`, the pid of the process with which it dies; `report`,
+a file descriptor.
 
-- `program`; `input`, its standard input
-- `tests`, a list of statements run after it
-- `memory_mb`, `cpu_s`, `threads`
-- `readable`, the files and folders that Python itself needs; `paths`, from where packages may be imported
-- `uid`, a user without other processes, or null if the process cannot change its user
-- `parent`, with which it dies; `report`, a descriptor
-
-Descriptor 1 is the program's output. The process writes to
-`report` either why the program was not started, or BEGUN followed by the results of the program and its tests. The
-program itself may have written what follows BEGUN. Between reading the request and running the program, the process
-gives up the following permanently and in this order:
+Descriptor 1 is the program's output. The process writes to `report` either why the program was not started, or BEGUN
+followed by the results of the program and its tests. The program itself may have written what follows BEGUN. Between
+reading the request and running the program, the process gives up the following permanently and in this order:
 
 1. resources (rlimits): address space, processor time, processes and threads, open files; files cannot grow at all;
 2. its user, replaced by one without other processes (if it is root), and every capability except reading folders,
@@ -38,33 +34,42 @@ from typing import Any
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_KEEPCAPS, PR_SET_NO_NEW_PRIVS = 1, 4, 8, 38
 
 LOOK_INTO_FOLDERS = (2, 1)
-"""CAP_DAC_READ_SEARCH, or else CAP_DAC_OVERRIDE: one of them is kept, if available."""
+"""Capabilities that allow reading all folders: CAP_DAC_READ_SEARCH, or else CAP_DAC_OVERRIDE. One is kept, if
+available.
+"""
 
 CAPABILITY_VERSION_3 = 0x20080522
 
 LANDLOCK_CREATE_RULESET, LANDLOCK_ADD_RULE, LANDLOCK_RESTRICT_SELF = 444, 445, 446
-"""The same on every architecture."""
+"""System call numbers of Landlock, the same on every architecture."""
 
 FILE_RIGHTS = {1: 0x1FFF, 2: 0x3FFF, 3: 0x7FFF, 4: 0x7FFF, 5: 0xFFFF}
-"""All file access rights that a version of Landlock knows."""
+"""By version of Landlock: the bit mask of all file access rights that this version knows."""
 
 READ_FILE, READ_DIR = 1 << 2, 1 << 3
 
 ALLOW, EPERM, ENOSYS = 0x7FFF0000, 0x00050001, 0x00050026
-"""Actions of seccomp for a call: allow it, or respond with an error."""
+"""What seccomp does with a system call: allow it, or fail it with this error."""
 
 EQUAL, MASKED_EQUAL = 4, 7
 CLONE_THREAD = 0x00010000
 TCGETS = 0x5401
 
 CHANGES = os.O_ACCMODE | os.O_CREAT | os.O_TRUNC
-"""Flags of opening that must not be set. Landlock prevents writing, but before Linux 6.2 not O_TRUNC, which truncates a
-file opened for reading only, if its mode or a capability allows it."""
+"""Flags of opening a file that must not be set.
+
+Landlock prevents writing, but before Linux 6.2 not O_TRUNC, which truncates a file opened for reading only, if its mode
+or a capability allows it.
+"""
 
 BEGUN = b"begun\n"
+"""Written to the report when the process is confined and the program starts."""
 
 HARMLESS_FCNTL = (0, 1, 2, 3, 4, 1030)
-"""F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_SETFL, F_DUPFD_CLOEXEC; not F_SETOWN, which can send signals."""
+"""Commands of fcntl that are allowed: F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_SETFL, F_DUPFD_CLOEXEC.
+
+F_SETOWN is not among them, because it can send signals.
+"""
 
 # System calls that a Python program needs: memory, time, its own threads, files it may open, its pipes.
 CALLS = """
@@ -96,7 +101,7 @@ def main() -> None:
 
 
 def enter_jail(request: dict[str, Any]) -> None:
-    """Give up all rights that the program must not have. Raises OSError if a step fails."""
+    """Confine this process permanently, as `request` states. Raises OSError if a step fails."""
     sys.path.extend(request["paths"])
     # Open libraries before their files are out of reach.
     libc, seccomp = ctypes.CDLL(None, use_errno=True), ctypes.CDLL("libseccomp.so.2", use_errno=True)
@@ -111,7 +116,9 @@ def enter_jail(request: dict[str, Any]) -> None:
 
 
 def run_program(program: str, tests: list[str], report: int) -> None:
-    """Run the program, then each test in its namespace, and report the results."""
+    """Run the program, then each test in its namespace; write the results to the descriptor `report` and end the
+    process.
+    """
     names: dict[str, Any] = {"__name__": "__main__", "__builtins__": __builtins__}
     error, passed = "", []
     try:
@@ -141,7 +148,7 @@ def _passes(test: str, names: dict[str, Any]) -> bool:
 
 
 def limit_resources(memory_mb: int, cpu_s: int, threads: int) -> None:
-    """Lower this process's limits permanently."""
+    """Lower this process's resource limits permanently: memory in MiB, processor seconds, threads, files."""
     wanted = {
         resource.RLIMIT_AS: memory_mb << 20,
         resource.RLIMIT_CPU: cpu_s,
@@ -160,7 +167,9 @@ def limit_resources(memory_mb: int, cpu_s: int, threads: int) -> None:
 
 
 def drop_privileges(libc: Any, uid: int | None) -> None:
-    """Change to user `uid` without other groups; keep no capability except reading folders."""
+    """Change to user `uid` (None: keep the user) without other groups, and give up all capabilities except reading
+    folders.
+    """
     header = ctypes.create_string_buffer(struct.pack("<II", CAPABILITY_VERSION_3, 0))
     data = ctypes.create_string_buffer(24)
     _checked(libc.capget(header, data), "read its capabilities")
@@ -180,7 +189,9 @@ def drop_privileges(libc: Any, uid: int | None) -> None:
 
 
 def restrict_files(libc: Any, readable: list[str]) -> None:
-    """Allow only opening `readable` files, and only for reading."""
+    """Restrict file access permanently (Landlock): only the files and folders `readable` can be opened, only for
+    reading.
+    """
     version = libc.syscall(LANDLOCK_CREATE_RULESET, None, ctypes.c_size_t(0), 1)
     if version < 1:
         raise OSError("the kernel has no Landlock (Linux 5.13 and later, with landlock among its security modules)")
@@ -212,7 +223,7 @@ class Argument(ctypes.Structure):
 
 
 def restrict_calls(seccomp: Any) -> None:
-    """Allow only the calls listed here."""
+    """Restrict system calls permanently (seccomp) to `CALLS`, and to the others listed here with certain arguments."""
     seccomp.seccomp_init.restype = ctypes.c_void_p
     seccomp.seccomp_init.argtypes = (ctypes.c_uint32,)
     seccomp.seccomp_load.argtypes = (ctypes.c_void_p,)
@@ -251,7 +262,7 @@ def restrict_calls(seccomp: Any) -> None:
 
 
 def _given_input(text: str) -> int:
-    """Return a descriptor from which `text` can be read."""
+    """Return a file descriptor from which the program reads `text` as its standard input."""
     memory = os.memfd_create("input", os.MFD_CLOEXEC)
     with open(memory, "wb", closefd=False) as stream:
         stream.write(text.encode("utf-8", errors="surrogatepass"))

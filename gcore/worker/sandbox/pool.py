@@ -1,4 +1,4 @@
-"""Processes that run foreign code: their start, and how callers share them.
+"""Pools of processes that run foreign code: how processes are started, and how callers share them.
 
 If a program cannot be loaded or takes too long, and none was ever loaded here, the spec is at fault: no other process
 would do better, and the job fails with this error. If one was loaded before, the machine is at fault: it lacks memory
@@ -22,7 +22,7 @@ from gcore.worker.sandbox.process import ProcessEnded, SandboxProcess, check_rea
 
 @dataclass(frozen=True, slots=True)
 class PoolStatus:
-    """Status of a pool: waiting responses, responses served so far, and a sentence."""
+    """Load of a pool: callers that wait for a process, calls served so far, and a sentence about the wait."""
 
     waiting: int
     scored: int
@@ -33,16 +33,19 @@ log = logging.getLogger(__name__)
 START_TRIES, START_AGAIN_S = 3, 0.5
 
 WAIT_S = 5.0
-"""Seconds before a retry of a process that could not be started."""
+"""Seconds before another attempt to start a process, after `START_TRIES` failed."""
 
 Holding = Callable[[], AbstractContextManager[None]]
-"""Creates a context that is entered while a caller waits for a process."""
+"""Creates a context that is entered while a caller waits for a process, for example to account for the wait."""
 
 
 @dataclass(frozen=True, slots=True)
 class SandboxProgram:
-    """`module` is run with `python -m`, and gets `setup` first. `what`: what it loads, in words. `section`: the section
-    of the spec with its `start_timeout_s` and `memory_mb`."""
+    """What the processes of a pool run: `python -m module`, which first receives `setup`.
+
+    `what`: what it loads, in words, for messages. `section`: the section of the spec with its `start_timeout_s` and
+    `memory_mb`, for errors.
+    """
 
     module: str
     setup: bytes
@@ -50,11 +53,11 @@ class SandboxProgram:
     section: str
     start_timeout_s: float
     group: str = ""
-    """The control group (a folder) in which it runs; empty: that of this process."""
+    """The control group (cgroup folder) in which the processes run; empty: that of this process."""
 
 
 class ProcessStarter:
-    """Starts the processes of one pool. Belongs to one event loop."""
+    """Starts the processes of one pool and loads their program. Belongs to one event loop."""
 
     def __init__(self, program: SandboxProgram, clock: Clock) -> None:
         self._program = program
@@ -62,7 +65,10 @@ class ProcessStarter:
         self._has_loaded = False
 
     async def started(self) -> SandboxProcess:
-        """Return a process that has loaded its program, after a few tries. Raises PluginFault, CannotStart."""
+        """Start a process and wait until it has loaded its program, in up to `START_TRIES` attempts.
+
+        Raises PluginFault if the program is at fault, CannotStart if the machine is.
+        """
         for _ in range(START_TRIES - 1):
             try:
                 return await self._loaded()
@@ -101,7 +107,10 @@ class ProcessStarter:
 
 
 class Lease:
-    """A process reserved for one caller. `fit`: whether it can be reused: it has answered its last call."""
+    """A pool's process, reserved for one caller.
+
+    `fit`: the caller sets it when the process has answered the last call, so that another caller can use it.
+    """
 
     def __init__(self, process: SandboxProcess) -> None:
         self.process = process
@@ -109,11 +118,11 @@ class Lease:
 
 
 class WorkerPool:
-    """`workers` processes, each used by one caller at a time. Belongs to one event loop; must be closed.
+    """Up to `workers` processes, each used by one caller at a time. Belongs to one event loop; must be closed.
 
-    A process that is not returned fit is ended, because a late response could be taken for that to another call. So is
-    a process whose last call started child processes that still run. No more processes are started than are needed at
-    once.
+    A process that is returned without `fit` is ended, because a late response could be mistaken for that to another
+    call. So is a process whose last call started child processes that still run. A process is started only when a
+    caller needs one and none is free.
     """
 
     def __init__(self, program: SandboxProgram, workers: int, clock: Clock) -> None:
@@ -121,18 +130,20 @@ class WorkerPool:
         self._clock = clock
         self._starter = ProcessStarter(program, clock)
         self._free: asyncio.LifoQueue[SandboxProcess | None] = asyncio.LifoQueue()
-        """One entry per worker; None: its process is not started yet."""
+        """One entry per worker that is not reserved; None: its process is not started yet."""
         for _ in range(workers):
             self._free.put_nowait(None)
         self._ending: set[asyncio.Task[str]] = set()
         self._running: dict[SandboxProcess, frozenset[int]] = {}
-        """Children that each process had when it was loaded, which stay for all its calls."""
+        """Each process, with the pids of the children that it had when it was loaded, which stay for all its calls."""
         self._waiting = 0
         self._done = 0
         self._lacks = ""
 
     async def warm(self) -> None:
-        """Load one process in advance. Raises PluginFault for a program that cannot be loaded, CannotStart."""
+        """Start and load one process before the first call. Raises PluginFault for a program that cannot be loaded,
+        CannotStart.
+        """
         place = await self._free.get()
         try:
             place = place or await self._started()
@@ -141,8 +152,10 @@ class WorkerPool:
 
     @asynccontextmanager
     async def lent(self, holding: Holding = nullcontext) -> AsyncIterator[Lease]:
-        """Reserve a process. If none is free, wait within `holding()`. Raises PluginFault if the program cannot be
-        loaded on this node."""
+        """Reserve a process for the block. If none is free, wait within `holding()`.
+
+        Raises PluginFault if the program cannot be loaded on this node.
+        """
         with holding():
             loan = Lease(await self._taken())
         try:
@@ -156,30 +169,30 @@ class WorkerPool:
 
     @property
     def waits(self) -> PoolStatus:
-        """Return how many callers wait for a process, and how many have been served."""
+        """How many callers wait for a process, and how many have been served."""
         count = "1 response waits" if self._waiting == 1 else f"{self._waiting} responses wait"
         why = f" ({self._lacks})" if self._lacks else ""
         return PoolStatus(self._waiting, self._done, f"{count} for a free process of {self._program.what}{why}")
 
     async def close(self) -> None:
-        """End every process."""
+        """End every process of the pool and wait until all have ended."""
         for process in tuple(self._running):
             self._end(process)
         await asyncio.gather(*self._ending, return_exceptions=True)
 
     async def how_ended(self, process: SandboxProcess) -> str:
-        """Describe in a sentence how a process died; end it if it lives."""
+        """End a process of this pool if it lives, and return a sentence about how it ended."""
         task = self._end(process)
         return "ended with all the others" if task is None else await asyncio.shield(task)
 
     def _is_clean(self, process: SandboxProcess) -> bool:
-        """Whether its last call left no processes behind."""
+        """Whether the process's last call left no child processes and no unread message behind."""
         if left := process.started() - self._running.get(process, frozenset()):
             log.info("ending a process of %s: its last call left %d processes", self._program.what, len(left))
         return not left and not process.says_more
 
     def _end(self, process: SandboxProcess) -> asyncio.Task[str] | None:
-        """Kill it in the background. Return None if that has already begun."""
+        """Kill a process in the background. Returns the task, or None if this was already begun."""
         if process not in self._running:
             return None
         del self._running[process]
@@ -204,7 +217,9 @@ class WorkerPool:
             self._waiting -= 1
 
     async def _found(self) -> SandboxProcess:
-        """Return a process as soon as one can be started. Raises PluginFault."""
+        """Start a process, with retries while the machine lacks something. Raises PluginFault if the program is at
+        fault.
+        """
         while True:
             try:
                 process = await self._started()

@@ -1,7 +1,8 @@
 """The program that tests the confinement: it tries every escape that `docs/use/rewards.md` rules out.
 
-It runs like any other program (`gcore.worker.sandbox.box`), with KNOWN in front, and prints the escapes that worked,
-each as a phrase that completes "one could". It runs confined, so it imports nothing of gcore.
+It runs like any other program (`gcore.worker.sandbox.box`), which puts the definition of KNOWN in front of it. It
+prints the escapes that worked, as a JSON list of phrases that complete "one could". It runs confined, so it imports
+nothing of gcore.
 """
 
 import ctypes
@@ -17,8 +18,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 KNOWN: dict[str, Any] = globals().get("KNOWN", {})
+"""What `prove` states: the path of a file that must be unreadable, the memory limit in MiB, and the parent's pid."""
 MEBIBYTE = 1 << 20
 KEYCTL = 250 if os.uname().machine == "x86_64" else 219
+"""System call number of keyctl on this architecture."""
 
 
 def attempt_read(path: str) -> Callable[[], object]:
@@ -54,7 +57,7 @@ def attempt_memory(flags: int) -> Callable[[], object]:
 
 
 def attempt_call(name: str, *arguments: int) -> Callable[[], object]:
-    """Return a call of the C library that must fail."""
+    """Return a function that makes the C library's call `name`, and raises OSError if it fails, as it must."""
 
     def call() -> None:
         if getattr(ctypes.CDLL(None), name)(*arguments) == -1:
@@ -101,6 +104,7 @@ WAYS: dict[str, Callable[[], object]] = {
     "use io_uring": attempt_call("syscall", 425, 1, 0),
     "use the kernel's keys": attempt_call("syscall", KEYCTL, 0, -3, 0),
 }
+"""Escapes by the phrase that completes "one could"; a function that returns without an error has escaped."""
 
 
 def find_open_ways() -> Iterator[str]:

@@ -1,8 +1,8 @@
 """One process that runs foreign code (rewards, tools, agents), from the controller's side: start, calls and end.
 
-A warden process (`gcore.system.guard`) runs between it and the controller: when either of them ends, all processes
-started by foreign code end, in any process group or session. Responses arrive in the order of the calls
-(`gcore.worker.sandbox.child`). Its pool handles a process that cannot be started, hangs or dies
+A warden process (`gcore.system.guard`) runs between it and the controller: when either of them ends, the warden ends
+all processes started by foreign code, in any process group or session. Responses arrive in the order of the calls
+(`gcore.worker.sandbox.child`). The pool handles a process that cannot be started, hangs or dies
 (`gcore.worker.sandbox.pool`, `gcore.reward.pool`).
 """
 
@@ -34,26 +34,29 @@ from gcore.system.process import (
 from gcore.worker.sandbox.child import BEGUN_BYTES, ProgressCell, encode_line
 
 LONGEST_LINE = 1 << 22
-"""Maximum bytes of a response."""
+"""Maximum bytes of one message of the process."""
 
 LATE_S = 0.25
-"""Additional seconds to wait for a response beyond its limit, because the controller itself may have been delayed."""
+"""Additional seconds to wait for a response beyond its time limit, because the controller itself may have been delayed.
+"""
 
 END_S = 10.0
-"""Maximum seconds for the warden to end everything; a process that hangs in the kernel is not waited for any longer."""
+"""Maximum seconds to wait until the warden has ended everything; a process that hangs in the kernel may take longer."""
 
 
 class ProcessEnded(GcoreError):
-    """The process has died, by itself or because it violated the protocol."""
+    """The process with foreign code has died, by itself or because it violated the protocol."""
 
 
 class ProtocolBroken(ProcessEnded):
-    """It sent a message that violates the protocol; it cannot be used any more."""
+    """The process sent a message that violates the protocol, so it cannot be used any more."""
 
 
 def check_ready(value: Any) -> dict[str, Any]:
-    """What the process says of the code that it has loaded. Raises PluginFault if the code cannot be loaded, ValueError for an
-    invalid message."""
+    """Read the first message of a process: return the facts about the code that it has loaded.
+
+    Raises PluginFault if the code cannot be loaded, ValueError for an invalid message.
+    """
     match value:
         case {"ready": True, "facts": dict(facts)}:
             return facts
@@ -63,7 +66,7 @@ def check_ready(value: Any) -> dict[str, Any]:
 
 
 class SandboxProcess(asyncio.Protocol):
-    """A started process, created by `of`."""
+    """A started process with foreign code, and the controller's end of its socket; created by `of`."""
 
     def __init__(self) -> None:
         self._answers: deque[Any] = deque()
@@ -77,11 +80,14 @@ class SandboxProcess(asyncio.Protocol):
         self._batches, self._asked = 0, 0
         self._oom_kills = 0
         self.facts: dict[str, Any] = {}
-        """What it said of the code that it has loaded."""
+        """What the process reported about the code that it has loaded."""
 
     @classmethod
     async def of(cls, module: str, setup: bytes, group: str = "") -> SandboxProcess:
-        """Start `python -m module FD BEGUN` in the control group `group`, and send it `setup`. Raises CannotStart."""
+        """Start `python -m module FD BEGUN` in the control group `group` (empty: this one), and send it `setup`.
+
+        Raises CannotStart.
+        """
         ours, begun, warden = _spawn(module, group)
         ours.setblocking(False)
         try:
@@ -95,23 +101,23 @@ class SandboxProcess(asyncio.Protocol):
         return made
 
     def send_batch(self, line: bytes) -> None:
-        """Send a batch, after the previous one has been answered completely."""
+        """Send a call with several items. Only after the previous batch was answered completely."""
         self._batches += 1
         self.send(line)
 
     @property
     def begun(self) -> int:
-        """The number of the response of the last batch that it has started last."""
+        """Number of the item in the last batch that the process has started last; 0 if it has not started the batch."""
         assert self._begun is not None
         return self._begun.read(self._batches)
 
     def send(self, line: bytes) -> None:
-        """Send a line; a dead process gets nothing."""
+        """Send a line to the process; does nothing if it has died."""
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(line)
 
     async def answer(self, timeout_s: float) -> Any:
-        """Return the next response. Raises ProcessEnded, and TimeoutError after `timeout_s`."""
+        """Return the next response. Raises ProcessEnded if the process has died, and TimeoutError after `timeout_s`."""
         if not self._answers:
             with contextlib.suppress(TimeoutError):
                 async with limit_time(timeout_s):
@@ -125,14 +131,18 @@ class SandboxProcess(asyncio.Protocol):
         return self._answers.popleft()
 
     def ask(self, call: Any) -> None:
-        """Send a call, after the previous one has been answered or abandoned. Calls have numbers, which their responses
-        repeat."""
+        """Send a call, after the previous one has been answered or abandoned. `result` returns its response.
+
+        Calls are numbered, and responses repeat the number.
+        """
         self._asked += 1
         self.send(encode_line((self._asked, call)))
 
     async def result(self, timeout_s: float) -> Any:
-        """Return the response to the call. Raises like `answer`, and ProtocolBroken if foreign code has written to the
-        socket."""
+        """Return the response to the last `ask`.
+
+        Raises like `answer`, and ProtocolBroken if foreign code has written to the socket.
+        """
         match await self.answer(timeout_s):
             case [int() as number, said] if number == self._asked:
                 return said
@@ -140,7 +150,7 @@ class SandboxProcess(asyncio.Protocol):
 
     @property
     def says_more(self) -> bool:
-        """Whether it has sent a message without a call."""
+        """Whether the process has sent a message that was not read, although no call is open."""
         return bool(self._answers or self._half)
 
     async def _receive(self) -> None:
@@ -149,7 +159,10 @@ class SandboxProcess(asyncio.Protocol):
             await self._message_received
 
     async def end(self) -> str:
-        """Kill it and all processes it started. Return how it died, as a sentence: by itself, if it had died before."""
+        """Kill the process and all processes that it started. Return a sentence about how it died.
+
+        If it had died before, the sentence tells how it died by itself.
+        """
         warden = self._warden
         assert warden is not None
         assert warden.stdin is not None
@@ -169,31 +182,33 @@ class SandboxProcess(asyncio.Protocol):
 
     @property
     def has_ended(self) -> bool:
-        """Whether nothing more will arrive from it."""
+        """Whether the process has closed its socket, so that nothing more will arrive from it."""
         return self._closed
 
     @property
     def pid(self) -> int:
-        """Its pid; the warden's if the kernel does not report it. Valid after it has sent a message."""
+        """Pid of the process; the warden's if the kernel does not report it. Valid after the process has sent a
+        message.
+        """
         assert self._warden is not None
         if not self._pid:
             self._pid = next(iter(_children(self._warden.pid)), self._warden.pid)
         return self._pid
 
     def started(self) -> frozenset[int]:
-        """The pids of its living children, including orphans but not their children."""
+        """Pids of the living children of the process, including orphans but not grandchildren."""
         assert self._warden is not None
         own = self.pid
         found = {*_children(self._warden.pid), *_children(own)} - {own}
         return frozenset(pid for pid in found if identify_process(pid) is not None)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Called by asyncio."""
+        """Called by asyncio when the socket is connected."""
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:
-        """Called by asyncio."""
+        """Called by asyncio with received bytes: splits them into messages, and breaks off after an invalid one."""
         *lines, self._half = (self._half + data).split(b"\n")
         try:
             self._answers.extend(json.loads(line) for line in lines)
@@ -205,12 +220,14 @@ class SandboxProcess(asyncio.Protocol):
         self._wake()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Called by asyncio."""
+        """Called by asyncio when the socket is closed."""
         self._closed = True
         self._wake()
 
     def _break_off(self) -> None:
-        """End the connection: it sent an invalid message, for example because a reward has written to its socket."""
+        """Close the connection, because the process sent an invalid message; for example, a reward has written to its
+        socket.
+        """
         if self._transport is not None:
             self._transport.abort()
 
@@ -220,7 +237,7 @@ class SandboxProcess(asyncio.Protocol):
 
 
 async def _ended_within(child: subprocess.Popen[bytes], limit_s: float) -> None:
-    """Wait until the child has ended, or for `limit_s`."""
+    """Wait until the child process has ended, at most `limit_s` seconds."""
     with contextlib.suppress(TimeoutError, RuntimeError):  # no thread is available either
         async with limit_time(limit_s):
             try:
@@ -230,7 +247,7 @@ async def _ended_within(child: subprocess.Popen[bytes], limit_s: float) -> None:
 
 
 def _children(pid: int) -> list[int]:
-    """Return the children of a process, over all of its threads, the oldest of each first."""
+    """Return the pids of a process's children, over all of its threads, the oldest of each thread first."""
     found: list[int] = []
     for path in Path(f"/proc/{pid}/task").glob("*/children"):
         with contextlib.suppress(OSError):
@@ -239,7 +256,10 @@ def _children(pid: int) -> list[int]:
 
 
 def _spawn(module: str, group: str) -> tuple[socket.socket, ProgressCell, subprocess.Popen[bytes]]:
-    """Start a process. Return this end of its line, its progress cell, and the process. Raises CannotStart."""
+    """Start a warden with a process for foreign code. Raises CannotStart.
+
+    Returns the controller's end of the socket, the shared memory for progress, and the warden.
+    """
     warden: tuple[str, ...] = (*GUARD, "warden", "")
     if group:
         warden = (*GUARD, "enter", group, *warden)
