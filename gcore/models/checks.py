@@ -29,7 +29,9 @@ _WORKERS_LOAD = ("AutoConfig", "AutoModelForCausalLM")
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Return the model's `config.json`; empty if it is missing or not readable, which loading the model reports later."""
+    """Return the model's `config.json`; empty if it is missing or not readable, which loading the model reports
+    later.
+    """
     return _optional_json(folder / "config.json")
 
 
@@ -113,7 +115,9 @@ def check_weights(names: Iterable[str], *, where: str) -> None:
 
 
 def is_known(model_type: str) -> bool:
-    """Return whether the installed transformers has a causal language model of this type; True if it is not installed."""
+    """Return whether the installed transformers has a causal language model of this type; True if it is not
+    installed.
+    """
     table = _table_of_models()
     return table is None or f'("{model_type}",' in table
 

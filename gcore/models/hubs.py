@@ -38,7 +38,10 @@ class ModelError(DataError):
 
 @dataclass(frozen=True, slots=True)
 class HubModel:
-    """A model on a hub, as `model.path` names it. `revision`: a branch, tag or commit; empty: the hub's default branch."""
+    """A model on a hub, as `model.path` names it.
+
+    `revision`: a branch, tag or commit; empty: the hub's default branch.
+    """
 
     scheme: Scheme
     owner: str
@@ -202,7 +205,9 @@ class Hub(Protocol):
 
 
 def weight_files(folder: Path) -> frozenset[str]:
-    """Return the names of the weight files that the model in `folder` has: those in its index, or `model.safetensors`."""
+    """Return the names of the weight files that the model in `folder` has: those in its index, or
+    `model.safetensors`.
+    """
     try:
         table = json.loads((folder / INDEX).read_bytes())["weight_map"]
         return frozenset(str(name) for name in table.values())

@@ -231,7 +231,10 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def verify_checkpoint(folder: Path) -> Manifest:
-    """Read every byte of a checkpoint and compare it with its manifest. Raises CheckpointDamaged with the file's name."""
+    """Read every byte of a checkpoint and compare it with its manifest.
+
+    Raises CheckpointDamaged with the file's name.
+    """
     manifest = read_manifest(folder)
     for needed in (MODEL_FILE, EXP_AVG_FILE, EXP_AVG_SQ_FILE, "config.json"):
         if needed not in manifest.files:

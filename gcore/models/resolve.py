@@ -204,7 +204,9 @@ class _Fetching:
         return folder
 
     def _check_index(self, listing: HubListing, folder: Path) -> None:
-        """Raise ModelError if the index of the weights names files that the hub lacks, as after an incomplete upload."""
+        """Raise ModelError if the index of the weights names files that the hub lacks, as after an incomplete
+        upload.
+        """
         there = {file.name for file in listing.files}
         missing = sorted(weight_files(folder) - there)
         if INDEX in there and WHOLE not in there and missing:

@@ -175,7 +175,10 @@ class Scores:
 
 @dataclass(frozen=True, slots=True)
 class Feeding:
-    """How a rank lays out tokens for its models. `vocabulary`: the number of token ids that all of the models support."""
+    """How a rank lays out tokens for its models.
+
+    `vocabulary`: the number of token ids that all of the models support.
+    """
 
     packing: Packing
     vocabulary: int

@@ -121,7 +121,10 @@ def logits_of(call: Callable[..., Any]) -> LogitsOf:
 
 
 def vocabulary_of(module: nn.Module) -> int:
-    """The number of token ids that both the input and the output embedding support. The module must not be partitioned."""
+    """The number of token ids that both the input and the output embedding support.
+
+    The module must not be partitioned.
+    """
     model: Any = module
     sizes = [part.weight.shape[0] for part in (model.get_input_embeddings(), model.get_output_embeddings()) if part]
     return int(min(sizes))

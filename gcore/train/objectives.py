@@ -130,7 +130,10 @@ def find_plugin_advantage(train: TrainSpec) -> PluginAdvantage | None:
 
 
 def find_plugin_loss(train: TrainSpec) -> PluginLoss | None:
-    """Load the user's loss that the spec names, and try it; None if the spec names one of gcore's. Raises PluginFault."""
+    """Load the user's loss that the spec names, and try it; None if the spec names one of gcore's.
+
+    Raises PluginFault.
+    """
     if not is_own_loss(train.loss):
         return None
     found = PluginLoss(_Own(LOSSES, train.loss, find_plugin(LOSSES, train.loss), train.loss_options))
@@ -161,7 +164,9 @@ T = TypeVar("T", contravariant=True)
 
 
 class Objective(Protocol[S, T]):
-    """A training objective. `S`: the model's outputs for a micro-batch (scores); `T`: what the loss compares them with."""
+    """A training objective. `S`: the model's outputs for a micro-batch (scores); `T`: what the loss compares them
+    with.
+    """
 
     @property
     def needs(self) -> frozenset[Need]:
@@ -256,7 +261,9 @@ class Supervised(_TokenObjective):
 
     @property
     def needs(self) -> frozenset[Need]:
-        """The reference's log-probabilities for a KL coefficient, entropies with a gradient for an entropy coefficient."""
+        """The reference's log-probabilities for a KL coefficient, entropies with a gradient for an entropy
+        coefficient.
+        """
         return frozenset(_needs(self.train))
 
     def loss(self, scores: Scores, targets: Targets) -> Tensor:

@@ -152,7 +152,9 @@ class PartialStep:
         return StepTensors(replace(work, groups=groups, begun=0), plans, batches)
 
     def factor(self, objective: PolicyObjective, padding_scale: float) -> float:
-        """The factor by which gradients and loss must be multiplied to replace the provisional divisor by the true one."""
+        """The factor by which gradients and loss must be multiplied to replace the provisional divisor by the true
+        one.
+        """
         return self.provisional / (objective.denominator(Count(self.tokens, self.sequences)) * padding_scale)
 
 
@@ -369,7 +371,9 @@ class StepTrainer:
     def _know(
         self, step: StepTensors, timer: PhaseStopwatch, tally: TrainStepMetrics, tell: Tell
     ) -> tuple[PrecomputedPasses, CriticStep | None]:
-        """Compute everything that the updates need: reference and old log-probabilities, critic values, and advantages."""
+        """Compute everything that the updates need: reference and old log-probabilities, critic values, and
+        advantages.
+        """
         with timer.phase("reference"):
             reference = self._reference_pass(step, tell)
         with timer.phase("old_logprobs"):

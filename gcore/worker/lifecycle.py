@@ -1,13 +1,13 @@
 """The state machine of a worker, run by its supervisor: events in, a new state and instructions out; and the watchdog.
 
-The sequence: register in the store; then start the child (for a train rank the registration also claims its rank in its
-world, and a worker that finds the rank claimed by another never starts a child); wait until it serves; continue until
-it ends, hangs or is stopped.
+The supervisor registers the worker in the store, then starts the child, waits until it serves, and continues until it
+ends, hangs or is stopped. For a train rank the registration also claims its rank in its world. A worker that finds the
+rank claimed by another never starts a child.
 
 Ways to end:
 
 - *failed*: the child exited by itself, reported a failure, hung, never served, or its rank belongs to another worker.
-  Its remaining processes are killed; the reason stays readable in the store for a short time; then the supervisor exits
+  Its remaining processes are killed. The reason stays readable in the store for a short time, then the supervisor exits
   with `FAILED`.
 - *stopping*: requested by a signal, orphaned (no controller on its node for the grace period), or without the store for
   very long. The child gets a stop command, drains, and is killed after a grace period, or at once if it does not serve
@@ -61,7 +61,10 @@ class StoreSeen:
 
 @dataclass(frozen=True, slots=True)
 class NodeWatched:
-    """The watch on the node's key shows whether the node has a controller. This may be outdated, so it is only a hint."""
+    """The watch on the node's key shows whether the node has a controller.
+
+    This may be outdated, so it is only a hint.
+    """
 
     present: bool
 
@@ -137,7 +140,10 @@ class StopRequested:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """A deadline or the periodic check is due. `stopped`: whether the child's process is stopped by a signal (SIGSTOP)."""
+    """A deadline or the periodic check is due.
+
+    `stopped`: whether the child's process is stopped by a signal (SIGSTOP).
+    """
 
     stopped: bool = False
 

@@ -74,7 +74,10 @@ class _Claim:
 
 
 class Registrar:
-    """Keeps one worker's registration in the store equal to the newest record. `emit` receives the results as events."""
+    """Keeps one worker's registration in the store equal to the newest record.
+
+    `emit` receives the results as events.
+    """
 
     def __init__(self, spec: LaunchSpec, store: Store, clock: Clock, emit: Callable[[WorkerEvent], None]) -> None:
         self._spec = spec

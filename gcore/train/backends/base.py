@@ -55,7 +55,10 @@ class TrainBackend(Protocol):
 
     @property
     def outputs_of(self) -> LogitsOf:
-        """The function that computes the model's outputs for the scored tokens, [n, width]. Calling it is a collective."""
+        """The function that computes the model's outputs for the scored tokens, [n, width].
+
+        Calling it is a collective.
+        """
         ...
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
@@ -69,7 +72,10 @@ class TrainBackend(Protocol):
         ...
 
     def scale_gradients(self, factor: float) -> None:
-        """Multiply the accumulated gradients by `factor`, between the last `backward` and `update`. Not a collective."""
+        """Multiply the accumulated gradients by `factor`, between the last `backward` and `update`.
+
+        Not a collective.
+        """
         ...
 
     def update(self, learning_rate: float) -> UpdateResult:

@@ -133,7 +133,10 @@ class DeepSpeedBackend:
 
     @torch.no_grad()
     def scale_gradients(self, factor: float) -> None:
-        """Multiply the accumulated gradients by `factor`, between the last `backward` and `update`. Not a collective."""
+        """Multiply the accumulated gradients by `factor`, between the last `backward` and `update`.
+
+        Not a collective.
+        """
         for gradients in self.updater.averaged_gradients.values():
             for gradient in gradients or ():
                 gradient.mul_(factor)

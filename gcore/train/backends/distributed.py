@@ -130,7 +130,9 @@ class Collective:
 
 
 def find_interface(host: str) -> str | None:
-    """The name of the network interface with the address of `host`; None if there is none (gloo and NCCL then choose)."""
+    """The name of the network interface with the address of `host`; None if there is none (gloo and NCCL then
+    choose).
+    """
     if is_loopback(host):
         return "lo"
     try:

@@ -154,7 +154,9 @@ class StateReplicator:
         return not lacking
 
     def _lying(self) -> float:
-        """Bytes of this job's replicas in the memory of this node, after all of its ranks have deleted outdated ones."""
+        """Bytes of this job's replicas in the memory of this node, after all of its ranks have deleted outdated
+        ones.
+        """
         return (
             float(sum(one.size for one in list_copies(self._folder, self._launch.job_uid)))
             if self._launch.memory_dir

@@ -1,10 +1,10 @@
 """The process of a train rank: control line to the supervisor, gRPC server, training thread, and shutdown.
 
-One thread does all work with torch, in sequence; another writes checkpoints; the main thread serves. A failure while
-loading or training ends the process: it reports the error to its supervisor and to watchers (controllers that stream
-its status), and exits with 1. A rank that is stopped while idle leaves its process group first; during a step it exits
-at once. A checkpoint that is being written at that time is given up, because a stopped job already has its last one or
-does not need it.
+The training thread does all work with torch, in sequence. Another thread writes checkpoints, and the main thread
+serves. A failure while loading or training ends the process: it reports the error to its supervisor and to watchers
+(controllers that stream its status), and exits with 1. A rank that is stopped while idle leaves its process group
+first; during a step it exits at once. A checkpoint that is being written at that time is given up, because a stopped
+job already has its last one or does not need it.
 
 An idle rank that still writes a checkpoint is in phase `checkpoint` instead of `waiting`, so that the watchdog detects
 a hanging disk like any other hang.
@@ -286,7 +286,9 @@ class ProgressReporter:
 
 
 class RankProcess:
-    """Runs one rank in the event loop: loads it in the training thread, serves its calls, and ends with an exit code."""
+    """Runs one rank in the event loop: loads it in the training thread, serves its calls, and ends with an exit
+    code.
+    """
 
     def __init__(self, launch: RankLaunch, control: ControlLine, clock: Clock, loader: Loader = load_rank) -> None:
         self._launch = launch

@@ -4,9 +4,9 @@ replies.
 Runs in the event loop and never blocks it: payloads are checked in a thread; training and offloading run in another.
 The state changes only in the loop, between two awaits, so calls cannot interleave within a decision.
 
-Status codes: FAILED_PRECONDITION for refused requests, DATA_LOSS for damaged payloads, INVALID_ARGUMENT for chunks or
-seals that violate the protocol, RESOURCE_EXHAUSTED for memory that cannot be offloaded. `gcore.train.rank.main` decides when the process
-ends.
+Status codes of errors: FAILED_PRECONDITION for a refused request; DATA_LOSS for a damaged payload; INVALID_ARGUMENT for
+chunks or a seal that violate the protocol; RESOURCE_EXHAUSTED for memory that cannot be offloaded.
+`gcore.train.rank.main` decides when the process ends.
 """
 
 from __future__ import annotations
@@ -305,7 +305,10 @@ class TrainRankService(train_pb2_grpc.TrainRankServicer):
             yield message
 
     async def _header(self, chunk: pb.FeedChunk, context: CONTEXT) -> pb.FeedHeader:
-        """Read the feed's header from its first chunk. A caller of another world is refused before it sends everything."""
+        """Read the feed's header from its first chunk.
+
+        A caller of another world is refused before it sends everything.
+        """
         if not chunk.HasField("header"):
             await _invalid(context, "the first chunk has no header")
         await self._admit(read_world(chunk.header.world), context)

@@ -137,7 +137,9 @@ def guard_answers(line: socket.socket) -> None:
 
 
 def limit_memory(megabytes: int) -> None:
-    """Limit the private memory of the process to `megabytes` MiB; shared libraries and reserved addresses do not count."""
+    """Limit the private memory of the process to `megabytes` MiB; shared libraries and reserved addresses do not
+    count.
+    """
     most = megabytes << 20
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     most = most if hard == resource.RLIM_INFINITY else min(most, hard)

@@ -1,10 +1,16 @@
 """Confine this process and run an untrusted Python program in it: `jail.py < REQUEST`.
 
-The program can compute and print, and do nothing else. The request is a JSON object: `program`; `tests`, a list of
-statements run after it; `input`, the program's standard input; `memory_mb`, `cpu_s`, `threads`; `readable`, the files
-and folders that Python itself needs; `paths`, from where packages may be imported; `uid`, a user without other
-processes, or null if the process cannot change its user; `parent`, the pid of the process with which it dies; `report`,
-a file descriptor.
+The program can compute and print, and do nothing else. The request is a JSON object:
+
+    program     the program's source
+    tests       a list of statements that run after it, in its namespace
+    input       its standard input
+    memory_mb, cpu_s, threads    its limits
+    readable    the files and folders that Python itself needs
+    paths       folders from which packages may be imported
+    uid         a user without other processes; null if the process cannot change its user
+    parent      pid of the process with which it dies
+    report      a file descriptor
 
 Descriptor 1 is the program's output. The process writes to `report` either why the program was not started, or BEGUN
 followed by the results of the program and its tests. The program itself may have written what follows BEGUN. Between
@@ -49,7 +55,7 @@ FILE_RIGHTS = {1: 0x1FFF, 2: 0x3FFF, 3: 0x7FFF, 4: 0x7FFF, 5: 0xFFFF}
 READ_FILE, READ_DIR = 1 << 2, 1 << 3
 
 ALLOW, EPERM, ENOSYS = 0x7FFF0000, 0x00050001, 0x00050026
-"""What seccomp does with a system call: allow it, or fail it with this error."""
+"""Actions of seccomp for a system call: allow it, or fail it with this error."""
 
 EQUAL, MASKED_EQUAL = 4, 7
 CLONE_THREAD = 0x00010000
