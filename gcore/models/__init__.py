@@ -1,4 +1,5 @@
 """Models on disk: hubs, checks without torch, checkpoints, staged weights, broadcasts to engines.
 
-Read `layout` first. Only `broadcast` imports torch.
+Staged weights are those of a trained version, kept for engines to load. Read `layout` first. Only `publisher` imports
+torch.
 """

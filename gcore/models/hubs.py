@@ -181,7 +181,11 @@ class Hub(Protocol):
         ...
 
     def listing(self, model: HubModel, revision: str) -> HubListing:
-        """Return the current files of `revision` (empty: the default branch). Raises HubUnreachable, ModelError."""
+        """Return the names and sizes of the model's files at `revision` (empty: the default branch), and its current
+        commit.
+
+        Raises HubUnreachable, ModelError.
+        """
         ...
 
     def fetch(self, listing: HubListing, names: Sequence[str]) -> Path:
@@ -250,7 +254,7 @@ ANSWER_S = 30.0
 """Maximum seconds to wait for the list of a model's files."""
 
 KNOWN = 200
-"""Maximum number of existing models with which a mistyped name is compared."""
+"""Maximum number of models that each query returns when a mistyped name is compared with existing ones."""
 
 
 class HuggingFace:
@@ -270,7 +274,7 @@ class HuggingFace:
         logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
 
     def listing(self, model: HubModel, revision: str) -> HubListing:
-        """See `Hub`."""
+        """Ask the hub for the model's files at `revision` and its commit; raises as `Hub.listing`, and HubOffline."""
         from huggingface_hub.errors import OfflineModeIsEnabled
 
         with self._explained(model, revision):
@@ -287,7 +291,7 @@ class HuggingFace:
         return HubListing(model, info.sha, files)
 
     def fetch(self, listing: HubListing, names: Sequence[str]) -> Path:
-        """See `Hub`."""
+        """Download the files `names` into the cache; return the model's folder there. Raises as `Hub.fetch`."""
         from huggingface_hub import snapshot_download
 
         with self._explained(listing.model, listing.commit):
@@ -303,7 +307,7 @@ class HuggingFace:
         return Path(folder)
 
     def cached(self, model: HubModel, revision: str) -> tuple[Path, str] | None:
-        """See `Hub`."""
+        """Return the model's folder in the cache and its commit, without access to the hub; None if there is none."""
         commit = revision or HUGGINGFACE_BRANCH
         if not is_commit(commit):
             try:
@@ -314,7 +318,7 @@ class HuggingFace:
         return (folder, commit) if folder.is_dir() else None
 
     def received(self, listing: HubListing, names: Sequence[str]) -> int:
-        """See `Hub`."""
+        """Return how many bytes of the files `names` are in the cache, including all partial downloads of the model."""
         folder = self._folder(listing.model)
         here = [folder / "snapshots" / listing.commit / name for name in names]
         # Partial downloads are next to the blobs until they are complete.
@@ -325,7 +329,7 @@ class HuggingFace:
 
     @contextlib.contextmanager
     def _explained(self, model: HubModel, revision: str) -> Iterator[None]:
-        """Convert the client's errors to gcore's, each with what to do."""
+        """Convert the errors of the hub's client in the block to ModelErrors that say what to do."""
         import httpx2
         from huggingface_hub.errors import (
             GatedRepoError,
@@ -461,7 +465,7 @@ class ModelScope:
         logging.getLogger(PACKAGE).setLevel(logging.ERROR)
 
     def listing(self, model: HubModel, revision: str) -> HubListing:
-        """See `Hub`."""
+        """Ask the hub for the model's files at `revision` and its commit; raises as `Hub.listing`."""
         branch = revision or MODELSCOPE_BRANCH
         with self._explained(model, branch):
             entries = self._api.legacy.list_repo_files(model.repo, "model", revision=branch)
@@ -470,7 +474,7 @@ class ModelScope:
         return HubListing(model, branch if is_commit(branch) else _newest(blobs) or branch, files)
 
     def fetch(self, listing: HubListing, names: Sequence[str]) -> Path:
-        """See `Hub`."""
+        """Download the files `names` into the cache; return the model's folder there. Raises as `Hub.fetch`."""
         with self._explained(listing.model, listing.commit):
             folder = self._api.download_repo(
                 listing.model.repo,
@@ -482,15 +486,16 @@ class ModelScope:
         return Path(folder)
 
     def cached(self, model: HubModel, revision: str) -> tuple[Path, str] | None:
-        """See `Hub`. The commit of a branch is not stored in this cache, so only downloads under the same revision are
-        found.
+        """Return the model's folder in the cache and its commit, without access to the hub; None if there is none.
+
+        The commit of a branch is not stored in this cache, so only downloads under the same revision are found.
         """
         commit = revision or MODELSCOPE_BRANCH
         folder = self._folder(model) / "snapshots" / commit
         return (folder, commit) if folder.is_dir() else None
 
     def received(self, listing: HubListing, names: Sequence[str]) -> int:
-        """See `Hub`."""
+        """Return how many bytes of the files `names` are in the cache, including partial downloads."""
         folder = self._folder(listing.model) / "snapshots" / listing.commit
         # A partial download has a longer name, next to its final path.
         there = [path for path in folder.rglob("*") if any(path.name.startswith(Path(n).name) for n in names)]
@@ -501,7 +506,7 @@ class ModelScope:
 
     @contextlib.contextmanager
     def _explained(self, model: HubModel, revision: str) -> Iterator[None]:
-        """Convert the client's errors to gcore's, each with what to do."""
+        """Convert the errors of the hub's client in the block to ModelErrors that say what to do."""
         errors, where = self._errors, str(model)
         try:
             yield

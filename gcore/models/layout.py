@@ -47,7 +47,7 @@ CRITIC_FOLDER = "critic"
 """Subfolder of a checkpoint that contains the critic."""
 
 TRAINING_FILES = frozenset({EXP_AVG_FILE, EXP_AVG_SQ_FILE, MANIFEST_FILE})
-"""Files of a checkpoint that are not part of a model."""
+"""Files of a checkpoint that are needed to continue training and are not part of a model."""
 
 WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf", ".h5")
 NESTED_SUFFIXES = frozenset({".jinja", ".json", ".txt", ".model", ".vocab", ".tiktoken", ".py"})
@@ -142,7 +142,7 @@ def sweep_unfinished(run_dir: Path, lineage: int) -> None:
 
 
 def checkpoints_in(run_dir: Path) -> dict[Version, Path]:
-    """Return the checkpoints in a run folder, intact or damaged, by version."""
+    """Return the folders of all checkpoints in a run folder, intact or damaged, by version."""
     found = {}
     parent = run_dir / CHECKPOINTS
     for path in parent.iterdir() if parent.is_dir() else ():

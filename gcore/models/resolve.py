@@ -204,7 +204,7 @@ class _Fetching:
         return folder
 
     def _check_index(self, listing: HubListing, folder: Path) -> None:
-        """Raise ModelError if the index of the weights names files that the hub lacks, as after an incomplete
+        """Raise ModelError if the index of the weights names files that the hub lacks, which means an incomplete
         upload.
         """
         there = {file.name for file in listing.files}

@@ -196,7 +196,9 @@ def make_batch(work: StepInput, plan: MicroPlan, feeding: Feeding) -> MicroBatch
 
 
 def make_dummy(feeding: Feeding) -> MicroBatch:
-    """A micro-batch without samples, for ranks that must run as many as others."""
+    """A micro-batch without samples, for a rank with fewer micro-batches than others: all ranks must run the same
+    number.
+    """
     return _tensors((), (), (DUMMY,), feeding)
 
 
@@ -384,7 +386,7 @@ def cut_step(work: StepInput, train: TrainSpec, feeding: Feeding) -> StepTensors
     """Split this rank's share of a step into micro-batches of tensors. Raises DataError for tokens outside of the
     vocabulary.
     """
-    # With KL in the reward, rewards of masked samples need their KL.
+    # With KL in the reward, masked samples are computed too, because their reward needs the KL of their tokens.
     cutting = CutSettings(train.micro_batch_tokens, feeding.packing, masked=train.rewards_kl)
     plans = plan_step(work.seal, work.layout, work.rank, cutting)
     batches = tuple(tuple(make_batch(work, one, feeding) for one in plan.micro_batches) for plan in plans)

@@ -51,7 +51,7 @@ class ValueHead(nn.Linear):
         nn.init.zeros_(self.bias)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Compute in float32, from weights of any dtype."""
+        """Compute the values in float32, whatever the dtype of hidden states and weights."""
         return functional.linear(hidden.float(), self.weight.float(), self.bias.float())
 
 
@@ -70,7 +70,7 @@ class ValueModel(nn.Module):
         self.add_module(HEAD, head)
 
     def forward(self, input_ids: Tensor, logits_to_keep: Tensor, **more: Any) -> TokenClassifierOutput:
-        """`logits` of the result: the values [b, c, 1] at the columns `logits_to_keep` [c]."""
+        """Compute the values [b, c, 1] at the columns `logits_to_keep` [c]; they are `logits` of the result."""
         hidden = self.get_submodule(self._prefix)(input_ids=input_ids, **more).last_hidden_state
         # DeepSpeed attaches hooks to output tensors, and finds them in this type.
         return TokenClassifierOutput(logits=self.get_submodule(HEAD)(hidden[:, logits_to_keep]))

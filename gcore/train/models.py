@@ -225,7 +225,7 @@ class RankModels:
     """
 
     policy: TrainBackend
-    """Its log-probabilities are trained, and engines serve its weights. Its outputs are logits."""
+    """The model whose log-probabilities are trained and whose weights engines serve. Its outputs are logits."""
     reference: Reference | None
     critic: Critic | None = None
 

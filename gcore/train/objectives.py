@@ -112,7 +112,10 @@ class PluginLoss:
     def __call__(
         self, logp: Tensor, old: Tensor, advantages: Tensor, mask: Tensor, *, clip_low: float, clip_high: float
     ) -> Tensor:
-        """Loss of each token [b, w]. All inputs [b, w], `advantages` also [b, 1]. Raises PluginFault."""
+        """Loss of each token [b, w], before the mask. All inputs [b, w], `advantages` also [b, 1].
+
+        Raises PluginFault for an invalid result.
+        """
         gain = advantages.expand(logp.shape)
         return self.own.called(logp.shape, logp, old, gain, mask, clip_low=clip_low, clip_high=clip_high)
 
@@ -147,8 +150,12 @@ def find_plugin_loss(train: TrainSpec) -> PluginLoss | None:
 
 
 Need = Literal["old_logprobs", "all_old_logprobs", "reference", "entropy_gradient"]
-"""`old_logprobs`: the policy's log-probabilities before the step's updates; `all_old_logprobs`: those of all mini-batches, before the
-first update; `reference`: log-probabilities of the job's initial model; `entropy_gradient`: entropies with a gradient."""
+"""What an objective needs besides the forward pass of its update.
+
+`old_logprobs`: the policy's log-probabilities before the step's updates. `all_old_logprobs`: those of all mini-batches,
+before the first update. `reference`: log-probabilities of the job's initial model. `entropy_gradient`: entropies
+through which the gradient flows.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +192,7 @@ class Objective(Protocol[S, T]):
         ...
 
     def denominator(self, count: Count) -> float:
-        """The divisor of the loss summed over all ranks and micro-batches of an update, from the update's counts."""
+        """The global divisor of an update's loss, after `loss` is summed over all its micro-batches and ranks."""
         ...
 
     def metrics(self, scores: S, targets: T) -> Mapping[str, Tensor]:
@@ -222,7 +229,7 @@ class ValueFit:
 
 
 PolicyObjective = Objective[Scores, Targets]
-"""An objective for a model whose outputs are logits: scores are log-probabilities and entropies."""
+"""An objective that trains the policy: from log-probabilities and entropies."""
 
 
 def policy_objective(spec: JobSpec) -> PolicyObjective:
@@ -261,9 +268,7 @@ class Supervised(_TokenObjective):
 
     @property
     def needs(self) -> frozenset[Need]:
-        """The reference's log-probabilities for a KL coefficient, entropies with a gradient for an entropy
-        coefficient.
-        """
+        """A pass of the reference for a KL coefficient, entropies with a gradient for an entropy coefficient."""
         return frozenset(_needs(self.train))
 
     def loss(self, scores: Scores, targets: Targets) -> Tensor:

@@ -109,7 +109,7 @@ def plan_step(
         shares = [layout.share(number, other) for other in range(layout.world_size)]
         computed = [units_of(slot for slot in share if cutting.masked or not is_masked(seal, slot)) for share in shares]
         count = max(sum(1 for _ in _cut(_sorted(seal, units), cutting, None)) for units in computed)
-        # A single rank does not wait for others.
+        # A single rank has no others to wait for, so it uses as few micro-batches as possible.
         own = cut_evenly(seal, computed[rank], cutting, count if layout.world_size > 1 else 1)
         responses = [
             seal.groups[slot.group].own_tokens[slot.sample]
@@ -173,7 +173,9 @@ def _sorted(seal: Seal, units: Iterable[Unit]) -> list[_Weighed]:
 
 
 class _Draft:
-    """A micro-batch under construction, longest samples first."""
+    """A micro-batch under construction, to which samples are added longest first: closed rectangles and one that is
+    open.
+    """
 
     def __init__(self) -> None:
         self.rows: list[_Row] = []

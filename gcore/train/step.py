@@ -408,7 +408,8 @@ class StepTrainer:
         """
         train = self._train
         needs = self._objective.needs
-        warming = self._warms_up(step)  # no update computes the first mini-batch
+        # In warm-up no policy update computes the old log-probabilities of the first mini-batch.
+        warming = self._warms_up(step)
         everywhere = warming or "all_old_logprobs" in needs or (train.rewards_kl and train.old_logprobs != "engine")
         if "old_logprobs" not in needs or (not everywhere and train.old_logprobs != "recompute"):
             return {}
@@ -438,7 +439,11 @@ class StepTrainer:
         reference: dict[BatchIndex, Tensor],
         tally: TrainStepMetrics,
     ) -> dict[BatchIndex, Tensor]:
-        """Amounts by which the KL reduces each token's reward, if the KL is in the reward."""
+        """Amounts by which the KL to the reference reduces each token's reward, [b, w] float64; empty without KL in the
+        reward.
+
+        Also counts this rank's samples and micro-batches in `tally`.
+        """
         for slot in step.work.layout.of_rank(step.work.rank):
             tally.sample(step.reward(slot), step.work.seal.groups[slot.group], slot.sample)
         penalties = {}

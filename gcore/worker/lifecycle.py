@@ -40,7 +40,7 @@ class Registered:
 
 @dataclass(frozen=True, slots=True)
 class RegistrationRefused:
-    """The registration can never be made: another worker has the rank, or the world is gone."""
+    """The registration can never succeed: another worker or process has the rank or the name, or the world was deleted."""
 
     reason: str
 
@@ -234,7 +234,7 @@ class ProgressStalled:
     since: float
 
     def reason(self, now: float) -> str:
-        """Return the verdict as a sentence."""
+        """Return the reason of the failure, as a sentence for the registration."""
         return f"no progress in phase {self.phase!r} for {now - self.since:.0f} s"
 
 

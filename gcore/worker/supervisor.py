@@ -150,7 +150,7 @@ class Registrar:
             self._mute = True
             self._emit(RegistrationRefused(f"another process is registered as worker {self._spec.instance}"))
         if self._mute:
-            self._emit(StatePublished(record.state))  # as far as possible, so that the supervisor can continue
+            self._emit(StatePublished(record.state))  # it is never stored, but the state machine waits for it
             return True
         claim = _Claim((), ()) if self._refused else await self._claim()
         if isinstance(claim, RegistrationRefused):
@@ -226,7 +226,7 @@ class Supervisor:
         self._events.put_nowait(StopRequested(why))
 
     async def run(self) -> int:
-        """Run until the worker has ended. Return the exit code."""
+        """Register the worker, run its child, and return the supervisor's exit code when the worker has ended."""
         async with self._tasks:
             self._begin(self._registrar.run())
             self._begin(self._watch_node())

@@ -66,9 +66,7 @@ class TrainBackend(Protocol):
         ...
 
     def flush(self) -> None:
-        """Complete the gradients of an update if the last micro-batch that was back-propagated was not marked as
-        `last`.
-        """
+        """Complete the gradients of an update whose last micro-batch was back-propagated without `last`."""
         ...
 
     def scale_gradients(self, factor: float) -> None:

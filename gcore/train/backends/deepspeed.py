@@ -87,7 +87,7 @@ class DeepSpeedBackend:
         """
         silence_deepspeed()
         shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
-        """Full shape of every parameter by name, in the order of `tensors`."""
+        """Full (unpartitioned) shape of every parameter by name, in the order of `tensors`."""
         # DeepSpeed rounds the whole module, and creates its float32 copy from that. Below, the lost bits of parameters
         # are restored, and all bits of buffers, because rotary frequencies need full precision.
         masters = {name: one.detach().clone() for name, one in module.named_parameters()} if how.half else {}

@@ -91,10 +91,10 @@ class StateReplicator:
         self._drop(lambda of: of.lineage < launch.lineage and of != launch.start.state)
 
     def begin(self, step: int) -> None:
-        """Delete outdated replicas when `step` starts to train, which proves that step - 1 is committed: those before
-        step - 1.
+        """Delete replicas of states before step - 1, because `step` starts to train from its READY seal.
 
-        A world without replicas of its own has only its starting state, which stays until its first step is finished.
+        That seal proves that step - 1 is committed. A world that makes no replicas has only its starting state, which
+        stays until its first step is finished.
         """
         launch = self._launch
         start = launch.start.state if not self.wanted and step == launch.start.step + 1 else None

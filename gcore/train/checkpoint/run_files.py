@@ -174,7 +174,7 @@ class ReceiptWriter:
             try:
                 _write_all(file, line.encode())
                 os.fsync(file.fileno())
-                if is_new:  # also the directory entry
+                if is_new:  # a new file also needs its directory entry on disk
                     sync_path(path.parent)
             except OSError:
                 with contextlib.suppress(OSError):

@@ -69,7 +69,7 @@ class TrainSample:
 
     @property
     def observed_count(self) -> int:
-        """Number of observed tokens."""
+        """Number of tokens that the policy did not generate."""
         return sum(end - start for start, end in self.observed)
 
 

@@ -97,7 +97,9 @@ class RankLaunch(RecordPart):
 
     @property
     def checkpoint_path(self) -> Path | None:
-        """The checkpoint to continue from; None: the job's initial model."""
+        """The folder of the checkpoint from which the world starts; None if it starts from replicas or from the initial
+        model.
+        """
         return self.run_path / self.start.checkpoint if self.start.checkpoint else None
 
     def total_updates(self, planned_steps: int | None = None) -> int:
@@ -181,7 +183,7 @@ class PhaseMeter:
 OPTIMIZER, WEIGHTS = "optimizer", "weights"
 
 PARTS = frozenset({OPTIMIZER, WEIGHTS})
-"""All parts of its memory that a rank can release."""
+"""The parts of a rank's memory that can be released separately (`gcore.train.offload`)."""
 
 
 class CannotOffload(GcoreError):

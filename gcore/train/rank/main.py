@@ -161,8 +161,9 @@ def load_rank(
 
 
 def _models(launch: RankLaunch, collective: Collective, tell: Callable[[str], None], fill: Fill | None) -> RankModels:
-    """Load all models that the spec needs. `fill`: replaces loaded weights by those of in-memory replicas; None: do
-    not.
+    """Load all models that the spec needs.
+
+    `fill`: replaces the loaded weights by those of in-memory replicas; None: they stay.
     """
     import torch
 

@@ -62,7 +62,9 @@ COALESCE_S = 0.05
 """Minimum interval in seconds between two status messages to watchers."""
 
 PARTS_S = 0.5
-"""The same for changes that nothing waits for, such as the arrival of a part of the rank's samples."""
+"""Minimum interval in seconds between messages about changes that nothing waits for, such as the arrival of a part of
+the rank's samples.
+"""
 
 CONTEXT = grpc.aio.ServicerContext[object, object]
 
@@ -86,7 +88,7 @@ class RankStatus:
         self.writing: WriteProgress | None = None
         self.trouble = ""
         self.released: frozenset[str] = frozenset()
-        """The released parts of the rank's memory."""
+        """The parts of the rank's memory that are released: `optimizer`, `weights`, both or none."""
         self._report: pb.StepReport | None = None
         self._changed, self._wanted = asyncio.Event(), asyncio.Event()
         self._said: pb.RankState | None = None
@@ -129,7 +131,7 @@ class RankStatus:
         self.show()
 
     def message(self) -> pb.RankState:
-        """The status as a protocol message."""
+        """Encode the status as the protocol message that watchers receive."""
         message = write_state(self.state)
         # The training thread may still report a phase; a failure takes precedence.
         message.phase = "failed" if self.error else self.phase
@@ -299,7 +301,7 @@ class TrainRankService(train_pb2_grpc.TrainRankServicer):
             await _invalid(context, str(error))
 
     async def Watch(self, request: pb.WatchRequest, context: CONTEXT) -> AsyncIterator[pb.RankState]:
-        """Stream the rank's status as it changes."""
+        """Stream the rank's status: the current one at once, then a message after each change."""
         await self._admit(read_world(request.world), context)
         async for message in self._board.messages():
             yield message

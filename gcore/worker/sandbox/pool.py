@@ -206,7 +206,7 @@ class WorkerPool:
         try:
             place = await self._free.get()
             try:
-                if place is not None and (place.has_ended or place.says_more):  # while it was idle
+                if place is not None and (place.has_ended or place.says_more):  # it died or wrote while idle
                     self._end(place)
                     place = None
                 return place or await self._found()
