@@ -102,13 +102,17 @@ def home_processes(home: Path) -> tuple[HomeProcess, ...]:
 
 
 def _program_of(arguments: Sequence[str]) -> Kind | None:
-    """The program of a command line: the module after -m, the script after the interpreter, or the first word."""
+    """The kind of process that a command line starts, by its module or script name; None if it is no process of gcore."""
     return next((_PROGRAMS[name] for word in arguments[:9] if (name := Path(word).name) in _PROGRAMS), None)
 
 
 @dataclass(frozen=True, slots=True)
 class LocalWorker:
-    """The supervisor process of an engine or a train rank, or the host of emulated ones. `has_daemon`: whether a daemon of its home runs."""
+    """The supervisor process of an engine or a train rank, or the host process of emulated ones.
+
+    `instance`: name of the worker; empty if its command line does not have it. `has_daemon`: whether a daemon of its
+    home folder runs.
+    """
 
     process: ProcessId
     instance: str
@@ -224,11 +228,12 @@ GRACES_S: Mapping[Kind, float] = {"controller": 10.0, "worker": 15.0, "child": 0
 """Seconds from SIGTERM to SIGKILL, in the order of shutdown. A worker itself gives its child ten seconds."""
 
 ROUNDS = 5
+"""Maximum rounds of a shutdown, because daemons may start processes meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
 class ShutdownResult:
-    """Number of stopped processes, and how many of them had to be killed."""
+    """Result of a shutdown. `ended`: processes that were stopped; `killed`: how many of these needed SIGKILL."""
 
     ended: int
     killed: int
@@ -324,14 +329,16 @@ STARTS = 3
 POLL_S = 0.1
 START_FAILED_GRACE_S = 3.0
 DaemonCommand = Callable[[str, str], Sequence[str]]
+"""Returns the command line of a daemon for its home folder and its configuration file."""
 
 
 @dataclass(frozen=True, slots=True)
 class UpRequest:
-    """The requested cluster. `port`: API port of the first daemon, the others use the next ones; None: free ports.
+    """The cluster that `start_cluster` shall start. `port`: API port of the first daemon, the others use the next ones;
+    None: free ports.
 
-    `sglang_python`: the Python interpreter with SGLang, or None. `lease_ttl_s`: lease TTL of the daemons; None: the default, which assumes at
-    least one core per daemon.
+    `sglang_python`: the Python interpreter with SGLang, or None. `lease_ttl_s`: lease TTL of the daemons; None: the
+    default, which assumes at least one core per daemon.
     """
 
     home: Path
@@ -571,7 +578,8 @@ async def _ready(controller: ControllerProcess, etcd: ProcessId, home: Path, clo
 
 
 async def _absent(home: Path, clock: Clock) -> tuple[str, ...]:
-    """The daemons of a running cluster that do not respond, after time for their restart."""
+    """Names of the daemons of a running cluster that still do not respond after `RETURN_S` seconds, the time for a
+    restart."""
     from gcore.client.calls import WaitPolicy
     from gcore.client.jobs import JobsClient
     from gcore.config.local_cluster import LocalClusterState
@@ -611,7 +619,8 @@ def _locked(path: Path, *, wait: bool) -> Iterator[None]:
 
 
 def _ports(count: int, first: int | None, listening: int, option: str = "--port") -> tuple[int, ...]:
-    """`count` free ports. The first `listening` ports start at `first`, if given. Raises UsageError."""
+    """Find `count` free ports. If `first` is given, the first `listening` of them are consecutive from `first`; raises
+    UsageError if one is used."""
     with contextlib.ExitStack() as held:
         ports = []
         for index in range(count):

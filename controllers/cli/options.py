@@ -28,7 +28,10 @@ if TYPE_CHECKING:
     from gcore.client.jobs import JobsClient
 
 WITHIN_S = 1.0
+"""Timeout of a shell completion in seconds."""
+
 MOST = 100
+"""Maximum number of jobs that a shell completion offers."""
 
 
 def complete_job(context: typer.Context, incomplete: str) -> list[tuple[str, str]]:
@@ -58,6 +61,8 @@ def complete_node(context: typer.Context, incomplete: str) -> list[tuple[str, st
 def _ask(
     context: typer.Context, what: Callable[[JobsClient], Awaitable[list[tuple[str, str]]]]
 ) -> list[tuple[str, str]]:
+    """Query the cluster with `what` for a shell completion: (name, description) pairs; empty on an error or after
+    `WITHIN_S` seconds."""
     from gcore.client.calls import WaitPolicy
 
     address = context.params.get("address") or os.environ.get("GCORE_ADDRESS")
@@ -164,7 +169,8 @@ def find_cluster(address: str | None, home: Path) -> ClusterAddress:
 
 
 def find_addresses(address: str | None, home: Path) -> tuple[str, ...]:
-    """host:port of every controller. `address`: one or several, separated by commas.
+    """host:port of each controller: those in `address` (separated by commas); if it is None, those of the local cluster
+    in `home`.
 
     Raises UsageError for an invalid address, Unreachable if no cluster runs in `home`.
     """
@@ -315,17 +321,18 @@ def command(name: str, panel: str, *lines: str) -> Callable[[Function], Function
 
 
 def examples(*commands: str) -> str:
-    """The epilog of a command's help: one line for each example."""
+    """The text below a command's help: one line for each of the example `commands`."""
     return "\n\n".join(("\n[bold]Examples[/bold]", *commands)) + "\n"
 
 
 def verb_examples(verb: str) -> tuple[str, str]:
-    """Two examples of a command that takes a job."""
+    """Two examples for the help of the command `verb`, whose argument is a job."""
     return f"gcore {verb} arithmetic", f"gcore {verb} arithmetic --address 10.0.0.7:7700 -o json"
 
 
 def command_group(purpose: str, epilog: str) -> typer.Typer:
-    """A typer application for a group of subcommands."""
+    """Create the typer application of a group of subcommands, such as `gcore certs`. `purpose`: its help text;
+    `epilog`: the text below."""
     return typer.Typer(
         help=purpose,
         no_args_is_help=True,
@@ -338,7 +345,10 @@ def command_group(purpose: str, epilog: str) -> typer.Typer:
 def call_cluster(
     what: Callable[[JobsClient], Awaitable[T]], address: str | None, home: Path, patience: WaitPolicy | None = None
 ) -> T:
-    """Connect to the cluster and run `what` with the client."""
+    """Connect to the cluster, await `what(client)` and return its result.
+
+    `address`, `home`: see `find_cluster`. `patience`: timeouts of the client; None: the defaults. Raises GcoreError.
+    """
     from gcore.client.jobs import JobsClient
 
     cluster = find_cluster(address, home)
@@ -358,9 +368,11 @@ def call_cluster(
 
 
 def run_of_home(job: str, address: str | None, home: Path, error: Unreachable) -> dict[str, str]:
-    """The finished run of that job in `home` (see `describe_finished_run`), used when no cluster is running.
+    """Find a finished run of `job` in the folder `home` and return its description (see `describe_finished_run`). Used
+    if no cluster responds.
 
-    Raises GcoreError. If the user gave an address, raises `error`: the reason why the cluster did not respond.
+    `error`: why the cluster did not respond; it is raised if the user gave an address. Raises GcoreError if there is no
+    such run.
     """
     from controllers.cli.view.summary import describe_finished_run
 

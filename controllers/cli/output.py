@@ -79,7 +79,10 @@ def format_seconds(value: float) -> str:
 
 
 def bin_points(points: Sequence[tuple[float, float]], width: int) -> tuple[float | None, ...]:
-    """Means of `(place, value)` points in `width` columns, with places from 0 to 1; None for an empty column."""
+    """The mean value of the points in each of `width` chart columns; None for a column without a point.
+
+    `points`: (place, value); the place is the horizontal position in the chart, 0 to 1.
+    """
     sums = [0.0] * width
     counts = [0] * width
     for place, value in points:
@@ -90,7 +93,8 @@ def bin_points(points: Sequence[tuple[float, float]], width: int) -> tuple[float
 
 
 def fill_gaps(values: Sequence[float | None], end: int) -> tuple[float | None, ...]:
-    """Fill each gap with the previous value, up to column `end`, for values that are measured rarely."""
+    """Fill each empty chart column (None) up to column `end` with the value before it, for values that are not measured
+    in every step."""
     result: list[float | None] = []
     last: float | None = None
     for column, value in enumerate(values):
@@ -100,7 +104,11 @@ def fill_gaps(values: Sequence[float | None], end: int) -> tuple[float | None, .
 
 
 def draw_chart(values: Sequence[float | None], *, height: int, low: float, high: float) -> tuple[str, ...]:
-    """The lines of a column chart, top first. A value at or below `low` still gets the lowest mark, one above `high` the highest."""
+    """Draw a column chart as `height` lines of text, top first; None: an empty column.
+
+    `low`, `high`: the ends of the axis. A value at or below `low` still gets the lowest mark, one above `high` the
+    highest.
+    """
     steps = height * (len(LEVELS) - 1)
     span = (high - low) or 1.0
     filled = [None if v is None else max(1, min(steps, round((v - low) / span * steps))) for v in values]
@@ -137,7 +145,8 @@ def first_is_outlier(values: Sequence[float]) -> bool:
 
 
 def divide_cells(amounts: Mapping[str, float], width: int) -> dict[str, int]:
-    """Divide `width` cells in proportion to `amounts`, by largest remainders, so that they sum to `width`."""
+    """Divide the `width` cells of a bar in proportion to `amounts`: the number of cells by name. They sum to `width`
+    (largest remainders)."""
     total = sum(amounts.values())
     if total <= 0:
         return {}
@@ -149,9 +158,10 @@ def divide_cells(amounts: Mapping[str, float], width: int) -> dict[str, int]:
 
 
 def shard_strip(owned: Collection[int], count: int, width: int) -> str:
-    """A map of shards 0 to `count`-1 in at most `width` cells. A fuller cell means that more of its shards are owned.
+    """Draw which of the shards 0 to `count`-1 a node owns (`owned`), in at most `width` characters.
 
-    Every cell except the last represents the same number of shards.
+    A character stands for a range of shards and is fuller the more of them are owned. All ranges but the last have
+    equal length.
     """
     mine = frozenset(owned)
     line = []
@@ -162,7 +172,7 @@ def shard_strip(owned: Collection[int], count: int, width: int) -> str:
 
 
 def moved_cells(moved: Collection[int], count: int, width: int) -> frozenset[int]:
-    """The cells of `shard_strip` that contain a moved shard."""
+    """Positions of the characters of `shard_strip` whose range contains a shard in `moved`."""
     return frozenset(index for index, cell in enumerate(_cells(count, width)) if any(s in moved for s in cell))
 
 
@@ -174,8 +184,9 @@ def _cells(count: int, width: int) -> tuple[range, ...]:
 
 
 def format_measure(metric: str, value: float) -> str:
-    """`accuracy 98.5%`, `pass@4 71.2%`; `reward 0.712`, `mean@4 0.712`, because rewards need not be shares. The mean of a reward part is a
-    percentage if it is between 0 and 1, for comparison with the accuracy: `judged 95.3%`, `stars 3.214`."""
+    """Format a metric with its value: `accuracy 98.5%`, `pass@4 71.2%`, but `reward 0.712` and `mean@4 0.712`, because
+    a reward need not be a share. The mean of a reward part is a percentage if it is between 0 and 1: `judged 95.3%`,
+    `stars 3.214`."""
     if metric.startswith(OF_PART):
         return f"{metric.removeprefix(OF_PART)} {f'{value:.1%}' if 0 <= value <= 1 else f'{value:.3f}'}"
     number = f"{value:.3f}" if metric == REWARD or metric.rpartition("/")[2].startswith("mean@") else f"{value:.1%}"
@@ -183,7 +194,8 @@ def format_measure(metric: str, value: float) -> str:
 
 
 def format_measures(metrics: Mapping[str, float], accuracy: float | None) -> list[str]:
-    """The metrics of a set, without those that equal its accuracy: pass@1, and the mean reward if rewards are 0 and 1."""
+    """Format the metrics of an evaluation set. Those that equal its `accuracy` are omitted: pass@1, and mean@N if all
+    rewards are 0 or 1."""
 
     def place(metric: str) -> tuple[str, int]:
         name, _, number = metric.partition("@")
@@ -194,12 +206,13 @@ def format_measures(metrics: Mapping[str, float], accuracy: float | None) -> lis
 
 
 def format_part_measures(metrics: Mapping[str, float]) -> list[str]:
-    """The reward parts among the metrics of a set, also if a part equals the accuracy."""
+    """Format the means of the reward parts among the metrics of an evaluation set, also those that equal the accuracy."""
     return [format_measure(metric, value) for metric, value in sorted(metrics.items()) if metric.startswith(OF_PART)]
 
 
 def source_line(source: SourceFigures) -> str:
-    """`120 trained, 3 filtered, 0 failed; reward 0.531, length 3.1, 4% truncated; accuracy 75.0%`."""
+    """Prompt outcomes and means of a source: `120 trained, 3 filtered, 0 failed; reward 0.531, length 3.1, 4%
+    truncated; accuracy 75.0%`."""
     words = [f"{source.trained} trained, {source.filtered} filtered, {source.failed} failed"]
     means = []
     if source.mean_reward is not None:
@@ -227,16 +240,17 @@ class Output(StrEnum):
 
     @property
     def is_for_programs(self) -> bool:
-        """Whether the output has all fields, under their API names."""
+        """Whether the format is JSON or YAML, which have all fields under their API names; a table shows a selection."""
         return self is not Output.TABLE
 
     def text(self, tree: Any) -> str:
-        """A tree as JSON or YAML."""
+        """Encode a tree of dicts and lists in this format: YAML, or else JSON."""
         return as_yaml(tree) if self is Output.YAML else as_json(tree)
 
 
 def as_json(tree: Any) -> str:
-    """Indented JSON in the given order. NaN and infinity, which JSON does not have, become null."""
+    """Encode `tree` as indented JSON, keys in their given order. NaN and infinity, which JSON does not have, become
+    null."""
     try:
         return json.dumps(tree, indent=2, ensure_ascii=False, allow_nan=False)
     except ValueError:
@@ -244,7 +258,7 @@ def as_json(tree: Any) -> str:
 
 
 def as_yaml(tree: Any) -> str:
-    """The same in YAML, without a trailing newline."""
+    """Encode `tree` as YAML, keys in their given order, without a trailing newline. NaN and infinity become null."""
     import yaml
 
     text = yaml.safe_dump(
@@ -281,7 +295,7 @@ MOST_VIOLATIONS = 20
 
 
 def job_snapshot(job: pb.Job) -> JobSnapshot:
-    """The snapshot of an API job, for the views."""
+    """Convert a job of the API into the `JobSnapshot` that tables and live views render."""
     from gcore.client.calls import job_state_name
 
     try:
@@ -401,7 +415,7 @@ def job_rows(job: JobSnapshot, now: float) -> dict[str, str]:
 
 
 def slots_line(job: JobSnapshot) -> str:
-    """`4 (min 2, max 8), priority 0; position 3 in the queue`."""
+    """Slots, limits and priority of a job: `4 (min 2, max 8), priority 0; position 3 in the queue`."""
     most = str(job.slots_max) if job.slots_max else "unlimited"
     bounds = f" (min {job.slots_min or 1}, max {most})" if not job.ended else ""
     queued = f"; position {job.queue_position} in the queue" if job.queue_position else ""
@@ -409,7 +423,7 @@ def slots_line(job: JobSnapshot) -> str:
 
 
 def best_line(best: BestPoint) -> str:
-    """`step 32, accuracy 98.5%: FOLDER`."""
+    """The best evaluated step with its checkpoint folder: `step 32, accuracy 98.5%: FOLDER`."""
     where = best.checkpoint or ("the initial model" if best.step == 0 else "its checkpoint is not written yet")
     return f"step {best.step}, {format_measure(best.metric, best.value)}: {where}"
 
@@ -437,7 +451,7 @@ def audit_rows(report: pb.AuditReport) -> dict[str, str]:
 
 
 def format_ranges(numbers: Sequence[int]) -> str:
-    """`0-3, 7, 9-10`."""
+    """Format integers as ranges: `0-3, 7, 9-10`; `none` if there are none."""
     parts: list[list[int]] = []
     for number in sorted(numbers):
         if parts and number == parts[-1][-1] + 1:

@@ -187,7 +187,11 @@ class Rows:
 
 
 def _column_widths(rows: Sequence[Sequence[str]], limit: int | None) -> list[int]:
-    """The widths of the columns: natural, or with the widest ones narrowed to `limit` in all, but never below their longest word."""
+    """The column widths of a table: those of the longest cells, or if the table is wider than `limit`, with the widest
+    columns narrowed.
+
+    No column gets narrower than its longest word, so the table may still exceed `limit`.
+    """
     from rich.cells import cell_len
 
     columns = list(zip(*rows, strict=True))
@@ -214,13 +218,13 @@ def _wrap_cell(cell: Text, width: int) -> list[Text]:
 
 
 def rows_table(headings: Sequence[str], rows: Iterable[Sequence[str | Text]], *, right: Collection[str] = ()) -> Rows:
-    """A table. Columns in `right` are right-aligned. Cells are not parsed as markup."""
+    """Create a table. `right`: headings of the right-aligned columns. Cells are not parsed as rich markup."""
     return Rows(tuple(headings), tuple(tuple(row) for row in rows), frozenset(right))
 
 
 @dataclass(frozen=True)
 class Pairs:
-    """Names, each with its value beside it, as a rich renderable."""
+    """A table of two columns, names and values, as a rich renderable."""
 
     rows: Mapping[str, str]
     styles: Mapping[str, str] = field(default_factory=dict)
@@ -241,7 +245,7 @@ class Pairs:
 
 
 def pairs_table(rows: Mapping[str, str], styles: Mapping[str, str] | None = None) -> Pairs:
-    """Two columns: names and values."""
+    """Create a table of two columns, names and values. `styles`: rich style of a value, by its name."""
     return Pairs(dict(rows), dict(styles or {}))
 
 
@@ -257,7 +261,7 @@ def program_name() -> str:
 
 
 def with_program_name(text: str) -> str:
-    """`text` with the program name replaced in hints in backquotes."""
+    """Replace `gcore` by `program_name()` in the commands that `text` has in backquotes."""
     return text.replace(_HINT, f"`{program_name()} ")
 
 

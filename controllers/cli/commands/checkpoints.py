@@ -89,7 +89,8 @@ def export(
 
 @dataclass(frozen=True, slots=True)
 class _Exportable:
-    """The checkpoint to export. `by`: how the job was found, if not through the cluster. `digest`: that of its registration; empty if not
+    """The checkpoint to export. `by` and `what`: phrases for the success message that say where the job was found, if
+    not through a cluster, and which checkpoint this is. `digest`: registered digest of its manifest; empty if none is
     recorded; None if not looked up yet."""
 
     name: str
@@ -101,7 +102,7 @@ class _Exportable:
 
 
 def _exportable(job: str, home: Path, address: str | None, *, best: bool) -> _Exportable:
-    """The newest or best checkpoint of a job. Raises GcoreError."""
+    """Find the checkpoint to export: the newest one of a job, or with `best` the best by evaluation. Raises GcoreError."""
     from controllers.cli.view.summary import describe_job
 
     by = ""
@@ -160,14 +161,15 @@ def checkpoints(
 
 @dataclass(frozen=True, slots=True)
 class CheckpointListing:
-    """The checkpoints of a job. `by`: how the job was found, if not through the cluster."""
+    """The checkpoints of a job. `by`: phrase that says where the job was found; empty if the cluster reported it."""
 
     reply: pb.ListCheckpointsReply
     by: str = ""
 
 
 def find_checkpoints(job: str, home: Path, address: str | None) -> CheckpointListing:
-    """The registered checkpoints; if no cluster is running, those in the run folder. Raises GcoreError."""
+    """List the checkpoints of a job that the cluster registered; if no cluster is running, those in its run folder.
+    Raises GcoreError."""
     try:
         return CheckpointListing(call_cluster(lambda client: client.list_checkpoints(job), address, home))
     except Unreachable as error:

@@ -139,7 +139,7 @@ async def _until_drained(client: JobsClient, node: pb.Node) -> None:
 
 
 def drain_sentence(node: pb.Node) -> str:
-    """Whether a node is available again, draining or drained."""
+    """A sentence that says whether a node is available, draining (and for which jobs), or drained."""
     name, used = printable_text(node.name), slot_usage(node)
     if not node.draining:
         return f"Node {name} is available again."
@@ -220,7 +220,7 @@ def node_status(node: pb.Node) -> str:
 
 
 def slot_usage(node: pb.Node) -> str:
-    """`08d8f27366e5 3, 4 free`: how many slots each job has."""
+    """How many slots of the node each job has, by uid: `08d8f27366e5 3, 1c77a2e0b951 1`; `-` if none has any."""
     counts: dict[str, int] = {}
     for use in node.uses:
         counts[use.job_uid] = counts.get(use.job_uid, 0) + 1
@@ -228,13 +228,13 @@ def slot_usage(node: pb.Node) -> str:
 
 
 def node_tree(node: pb.Node) -> dict[str, Any]:
-    """The message as a JSON object."""
+    """A node as a JSON object. `uses`: the uid of the job that has each slot, by slot name."""
     tree = message_tree(node, "name", "incarnation", "address", "slots", "draining", "sick")
     return {**tree, "uses": {use.slot: use.job_uid for use in node.uses}}
 
 
 def usage_tree(one: pb.Usage) -> dict[str, Any]:
-    """The message as a JSON object."""
+    """One row of slot usage as a JSON object: the values of its grouping keys, held and busy slot-seconds."""
     return {**dict(sorted(one.by.items())), "slot_seconds": one.slot_seconds, "busy_seconds": one.busy_seconds}
 
 

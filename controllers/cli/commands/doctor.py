@@ -155,7 +155,8 @@ def _pins(folder: Path) -> dict[str, str]:
 
 
 async def run_probe(*, devices: bool) -> dict[str, Any]:
-    """Check torch and DeepSpeed in a subprocess; see `parse_probe`. `devices` False: hide GPUs."""
+    """Test torch and DeepSpeed in a subprocess and return its output as parsed by `parse_probe`. `devices` False: hide
+    the GPUs from it."""
     environment = {**os.environ, **thread_environment(1), "DS_ACCELERATOR": "cpu"}
     if not devices:
         environment["CUDA_VISIBLE_DEVICES"] = ""
@@ -176,7 +177,11 @@ async def run_probe(*, devices: bool) -> dict[str, Any]:
 
 
 def parse_probe(out: str, err: str, code: int) -> dict[str, Any]:
-    """Parse the JSON lines of the probe; other lines come from its libraries. If the update did not succeed, `error` is the last line of stderr."""
+    """Parse the JSON lines of the probe; other lines come from its libraries.
+
+    If the test of DeepSpeed (one optimizer update) did not succeed, the result has `error`: the last line of stderr, or
+    the exit `code`.
+    """
     told: dict[str, Any] = {}
     for line in out.splitlines():
         with contextlib.suppress(ValueError):
@@ -222,7 +227,8 @@ async def _start_etcd(binary: EtcdBinary, clock: Clock) -> float:
 
 
 def inspect_home(folder: Path, clock: Clock) -> list[Check]:
-    """Check the home folder (or its nearest existing parent), its disk, and its clock."""
+    """Check the home folder (or its nearest existing parent), the speed of its disk, and whether file times agree with
+    this machine's clock."""
     path, apart = folder, 0.0
     try:
         path = folder.absolute()

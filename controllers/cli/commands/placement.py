@@ -1,6 +1,11 @@
-"""`gcore placement`, `gcore top` and `gcore trace`: the placement of a job with its reasons, and the slot accounting of a step.
+"""`gcore placement`, `gcore top` and `gcore trace`: the placement of a job with its reasons, and the slot accounting of
+a step.
 
-`view/placement` renders the responses. If no cluster is running, moves and slot accounting of a finished run are read from its folder.
+The placement says which slot serves which pool (rollout, reward, train). A move is a change of it. A period without
+moves (`HoldPeriod`) joins the consecutive steps after which the policy changed nothing.
+
+`view/placement` renders the responses. If no cluster is running, moves and slot accounting of a finished run are read
+from its folder.
 """
 
 from __future__ import annotations
@@ -161,7 +166,8 @@ def pin_placement(
 
 @dataclass(frozen=True, slots=True)
 class PlacementHistory:
-    """The moves of a job, its periods without moves, and its placement if a cluster is running."""
+    """The placement changes of a job (`moves`) and its periods without a change (`stays`). `reply`: its current
+    placement; None without a cluster."""
 
     name: str
     moves: tuple[Move, ...]
@@ -170,7 +176,11 @@ class PlacementHistory:
 
 
 def _known(job: str, home: Path, address: str | None) -> PlacementHistory:
-    """All moves of a job. The run folder has the moves that the store no longer keeps. Raises GcoreError."""
+    """Collect all moves and periods without moves of a job, from the cluster and its run folder, or only from the
+    folder without a cluster.
+
+    The run folder also has those that the store no longer keeps. Raises GcoreError.
+    """
     from controllers.planning.history import NAME, read_moves, read_stays
 
     try:
@@ -185,7 +195,8 @@ def _known(job: str, home: Path, address: str | None) -> PlacementHistory:
 
 
 def collect_moves(reply: pb.PlacementReply) -> tuple[Move, ...]:
-    """The moves in the store, and the earlier ones from the run folder if this machine can read it. Raises GcoreError."""
+    """All moves, oldest first: those in the store (`reply`), and the earlier ones from the run folder. Raises
+    GcoreError if it cannot be read."""
     from controllers.cli.view.placement import moves_of
     from controllers.planning.history import NAME, read_moves
 
@@ -196,7 +207,11 @@ def collect_moves(reply: pb.PlacementReply) -> tuple[Move, ...]:
 
 
 def collect_stays(reply: pb.PlacementReply) -> tuple[HoldPeriod, ...]:
-    """The periods without moves from the store and the run folder, each in its newest version. Only the run folder has the end of the last one."""
+    """The periods without moves, oldest first, from the store and the run folder. A period grows with each step, so the
+    newest version counts.
+
+    Only the run folder has the end of the last period.
+    """
     from controllers.cli.view.placement import moves_of
     from controllers.planning.history import NAME, read_stays
 
@@ -270,7 +285,8 @@ def top(
 
 
 async def fetch_top(client: JobsClient, job: str | None) -> JobTop:
-    """Fetch the current slot accounting of a job. Raises UsageError if there is no job."""
+    """Fetch the newest slot accounting of a job from the cluster. `job` None: a running job. Raises UsageError if there
+    is no job."""
     from controllers.cli.view.placement import JobTop
     from gcore.ledger.records.slot_accounting import StepAccount, parse_line
 

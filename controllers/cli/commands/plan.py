@@ -154,7 +154,8 @@ def _spec(folder: Path) -> JobSpec | None:
 
 
 def _played(job: SimulatedJob, move_s: float, wanted: Sequence[str], tell: CheckProgress) -> dict[str, JobRun]:
-    """The simulated run of each policy: gcore's own in their order, then those of other packages."""
+    """Simulate `job` under each policy in `wanted` (empty: all of gcore's) and return the runs by policy name: gcore's
+    first, then other packages'."""
     from placement.simulator.run import play_policy, policies
 
     own = list(policies(job.scenario, job.seed))
@@ -186,7 +187,10 @@ def _played_foreign(job: SimulatedJob, name: str, move_s: float) -> JobRun:
 
 
 def _oracles(job: SimulatedJob, move_s: float, found: dict[str, JobRun], tell: CheckProgress) -> list[dict[str, Any]]:
-    """The best splits in hindsight, as rows. Empty without a compiler, because the search would take minutes."""
+    """Result rows of the best splits (slots per pool) in hindsight: one fixed split, and the best split for each step.
+
+    Empty without numba, because the search would take minutes.
+    """
     from placement.simulator.kernel import COMPILES
     from placement.simulator.run import best_each_step, best_static, switch_costs
 
@@ -222,7 +226,8 @@ def _oracles(job: SimulatedJob, move_s: float, found: dict[str, JobRun], tell: C
 def _result_tree(
     job: SimulatedJob, move_s: float, replay: ReplayScenario | None, found: dict[str, JobRun], tell: CheckProgress
 ) -> dict[str, Any]:
-    """The results as a JSON object."""
+    """The results of `gcore simulate` as a JSON object: one row per policy and per best split in hindsight. `move_s`:
+    assumed seconds of a move."""
     rows, steps = _oracles(job, move_s, found, tell), job.scenario.steps
     best = min((row["seconds"] for row in rows), default=None)
     rows += [
@@ -260,7 +265,8 @@ def _result_tree(
 
 
 def _regime(staleness: int) -> str:
-    """The synchrony of generation and training, in the words of the simulator's documentation."""
+    """Say how far generation may run ahead of training, in the words of the simulator's documentation. `staleness`: in
+    steps."""
     if not staleness:
         return "strict (staleness 0: a batch is generated after the previous one is trained)"
     return f"one step ahead (staleness {staleness}: a batch is generated while the previous one is trained)"

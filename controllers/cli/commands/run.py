@@ -137,7 +137,11 @@ def submit(
 
 
 class _Submission:
-    """The submission of one command. `uid`: that of the job; empty until the job is created. `home`: that of the local cluster, if it may run it."""
+    """Submits the job of one `gcore submit` and, if asked, follows it or waits for it.
+
+    `uid`: that of the job; empty until it is created. `home`: home folder of a local cluster that may run the job;
+    None: a remote cluster.
+    """
 
     def __init__(
         self,
@@ -336,7 +340,10 @@ ANSWER_TIMEOUT_S = 1.5
 
 
 class HomeUser:
-    """A command that uses a home folder, from its creation on."""
+    """A `gcore run` that uses the cluster in a home folder, beside others.
+
+    `lock`: file descriptor of the home folder's lock, which each such command holds as shared.
+    """
 
     def __init__(self, lock: int, clock: Clock) -> None:
         self._lock = lock
@@ -344,7 +351,8 @@ class HomeUser:
         self._began = clock.wall()
 
     def is_alone(self) -> bool:
-        """Whether no other command uses the folder. If true, no other command can start before this one ends."""
+        """Whether no other command uses the home folder: try to make the lock exclusive. If true, no other command can
+        start before this one ends."""
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -388,7 +396,7 @@ def register_command(home: Path, clock: Clock, *, say: Callable[[str], None]) ->
 
 
 QUIET_S = 3.0
-"""Delay before the notice is printed."""
+"""Seconds of job creation after which `NOTICE` is printed."""
 
 CHECKPOINT_S, RESUME_WAIT_S = 10.0, 5.0
 """How long an interrupted run waits for a checkpoint of the current step, and then for the response to `resume_job`."""
@@ -422,7 +430,7 @@ async def begin_job(client: JobsClient, spec: JobSpec, *, request_id: str, new: 
 
 
 async def find_finished(client: JobsClient, spec: JobSpec) -> JobSnapshot | None:
-    """The newest succeeded job of the spec's name; None if there is none, or if the request fails."""
+    """Find the newest succeeded job with the name in the spec; None if there is none, or if the request fails."""
     from gcore.api.v1 import jobs_pb2 as pb
 
     with contextlib.suppress(GcoreError):  # It is only needed for a message.
@@ -435,13 +443,13 @@ async def find_finished(client: JobsClient, spec: JobSpec) -> JobSnapshot | None
 
 
 def show_page(home: Path, uid: str) -> None:
-    """Print the address of a job's page, if the local cluster in `home` runs it."""
+    """Print the address of a job's web page, if a local cluster runs in `home`."""
     if page := page_address(home, uid):
         say(f"Page: {page}", err=True)
 
 
 def page_address(home: Path, uid: str) -> str:
-    """The address of a job's page on the local cluster in `home`; empty if no cluster is running there."""
+    """The address of a job's web page on the local cluster in `home`; empty if no cluster is running there."""
     from gcore.config.local_cluster import LocalClusterState
 
     with contextlib.suppress(GcoreError):
@@ -596,7 +604,7 @@ def demo(
 
 
 def demo_spec() -> str:
-    """The spec of the arithmetic example, with data and model beside it."""
+    """The text of the arithmetic example's spec, with the paths of data and model relative to the spec's own folder."""
     import gcore.quickstart
 
     installed = Path(gcore.quickstart.__file__).with_name(

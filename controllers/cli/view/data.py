@@ -44,7 +44,7 @@ def clip_text(text: str, limit: int, more: int = 0) -> str:
 
 
 def groups_tree(groups: Sequence[pb.SampleGroup]) -> dict[str, Any]:
-    """The groups as a JSON object. `groups` must not be empty."""
+    """Sample groups (prompts with their responses) of one step as a JSON object. `groups` must not be empty."""
     first = groups[0]
     return {
         "step": first.step,
@@ -56,7 +56,7 @@ def groups_tree(groups: Sequence[pb.SampleGroup]) -> dict[str, Any]:
 
 
 def show_groups(console: Console, groups: Sequence[pb.SampleGroup]) -> None:
-    """Print the groups with a heading. `groups` must not be empty."""
+    """Print the sample groups (prompts with their responses) of one step below a heading. `groups` must not be empty."""
     first = groups[0]
     note = STANDINGS.get(first.standing, "")
     head = f"step {first.step}, lineage {first.lineage}{note}: {len(groups)} of {first.of} kept prompts"
@@ -179,7 +179,8 @@ PROMPT_SHOWN = 240
 
 
 def sources_table(sources: Sequence[CheckedSource]) -> Rows:
-    """One line a source. It fits into 80 columns if names are short; lengths are printed separately."""
+    """A table with one row per data source: entries, weight, prompts per epoch, filtered prompts and reward. Lengths
+    are printed separately."""
     numbers = ("ENTRIES", "WEIGHT", "PER EPOCH")
     rows = (
         (
@@ -198,7 +199,8 @@ def sources_table(sources: Sequence[CheckedSource]) -> Rows:
 
 
 def source_tree(checked: CheckedSource) -> dict[str, Any]:
-    """A source as a JSON object. `refs`: prompts of an epoch, or of an evaluation for a held-out source."""
+    """A data source as a JSON object. `refs`: number of its prompts in one data epoch, or for a held-out source in one
+    evaluation."""
     from gcore.data.order import SourceShare
 
     source, lengths = checked.opened.source, checked.lengths

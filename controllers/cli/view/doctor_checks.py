@@ -35,7 +35,8 @@ class Check:
 
 
 class PackageFacts(NamedTuple):
-    """An installed package. `wanted`: the required version; `pinned`: the tested version, if known."""
+    """A package that gcore requires. `installed`: its version, None if missing. `wanted`: the required versions;
+    `fits`: whether `installed` is one of them. `pinned`: the tested version, if known."""
 
     name: str
     installed: str | None
@@ -83,7 +84,8 @@ DAMAGED_ETCD = ((3, 5, 0), (3, 5, 2))
 
 
 def grade(name: str, seen: str, *grades: tuple[bool, CheckState, str]) -> Check:
-    """A check with the state and advice of the first of `grades` whose condition holds; ok if none does."""
+    """Grade a finding. Each of `grades` is (condition, state, advice); the first whose condition is true counts, or
+    else the state is ok."""
     return next((Check(name, state, seen, fix) for holds, state, fix in grades if holds), Check(name, OK, seen))
 
 
@@ -93,7 +95,7 @@ def check_python(version: tuple[int, int, int]) -> Check:
 
 
 def check_packages(found: Sequence[PackageFacts]) -> Iterator[Check]:
-    """One line if all packages are right, else one line for each wrong package."""
+    """Check the packages: one result for each that is missing or has a wrong version, or a single one if there is none."""
     bad = [check for package in found if (check := _package(package)) is not None]
     if not bad:
         pinned = sum(package.pinned is not None for package in found)
@@ -253,7 +255,7 @@ def check_sglang(python: str | None, version: str | None, error: str = "") -> Ch
 
 
 def check_workers(states: Mapping[str, str]) -> Check:
-    """Check the workers of the local cluster. `states`: by instance."""
+    """Check the workers of the local cluster. `states`: the state of each worker, by its name."""
     failed = sorted(instance for instance, state in states.items() if state == "failed")
     if failed:
         fix = "See their logs in the run folder; the controllers start replacements"

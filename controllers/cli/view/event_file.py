@@ -43,7 +43,8 @@ class EventFile:
         os.close(self._fd)
 
     def offer(self, event: JobEvent) -> str:
-        """Write the event, after any that are still waiting. Returns the error, or an empty string."""
+        """Write the event, after earlier ones that could not be written yet. Returns why writing failed; empty if it
+        succeeded."""
         self._waiting.append(event)
         try:
             while self._waiting:

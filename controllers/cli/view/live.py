@@ -67,7 +67,8 @@ SHOWN = 6
 
 
 def list_sources(state: ViewState) -> tuple[str, ...]:
-    """The sources in the events; empty for a job with a single source."""
+    """Names of the data sources and evaluation sets in the newest step and evaluation; empty for a job with a single
+    source."""
     stats = state.points[-1].stats if state.points else {}
     named = {key.partition("/")[2] for key in stats if key.startswith(("groups/", "filtered/", "failed/"))}
     if state.evals and (
@@ -104,7 +105,7 @@ def sources_table(state: ViewState) -> Table | None:
 
 
 def _measured(accuracy: float | None, of_set: SetPoint | None) -> str:
-    """`45.0%, pass@4 71.2%`."""
+    """Accuracy and other metrics of an evaluation set: `45.0%, pass@4 71.2%`; `-` if it was not evaluated."""
     if accuracy is None:
         return "-"
     return ", ".join([f"{accuracy:.1%}", *format_measures(of_set.metrics if of_set is not None else {}, accuracy)])
@@ -119,24 +120,29 @@ WAITS = {
     "wait_for_weights_s": "engines wait {} for weights",
     "tail_s": "tail {}",
 }
-"""Wordings of the waits, by their names in a step's statistics."""
+"""How the view words the waits of a step, by the name of the statistic; `{}` is replaced by the duration."""
 
 
 def usual_waits(points: Sequence[StepPoint]) -> dict[str, float]:
-    """Medians of the waits, over the steps that have them."""
+    """The median of each wait in `WAITS` over the given steps, in seconds, by the name of the statistic. Steps that
+    lack a wait do not count."""
     told = {name: [point.stats[name] for point in points if name in point.stats] for name in WAITS}
     return {name: median(values) for name, values in told.items() if values}
 
 
 def waits_line(waits: Mapping[str, float]) -> str:
-    """The waits and the bottleneck on one line; empty if unknown."""
+    """Format the waits of a step (from `usual_waits`) and the bottleneck as one line; empty if no wait is known."""
     said = ", ".join(words.format(format_seconds(waits[name])) for name, words in WAITS.items() if name in waits)
     bottleneck = find_bottleneck(waits)
     return f"{said}; bottleneck: {bottleneck}" if bottleneck else said
 
 
 def find_bottleneck(waits: Mapping[str, float]) -> str:
-    """The phase that others wait for the longest; empty if unknown, for example if train ranks and engines share slots."""
+    """The phase of a step that train ranks or engines wait for the longest. Empty if unknown, for example if both share
+    slots.
+
+    `waits`: seconds by the name of the statistic.
+    """
     batch, weights = waits.get("wait_for_batch_s"), waits.get("wait_for_weights_s")
     if batch is None or weights is None:
         return ""
@@ -263,7 +269,8 @@ def _held_out(state: ViewState) -> str:
 
 
 def _beside_held_out(state: ViewState) -> Iterator[tuple[str, str, str]]:
-    """With graded rewards, the accuracy; and the best value, if it is of another step than the newest one."""
+    """Further held-out numbers, as (name, text, format): the accuracy if the chart shows graded rewards, and the best
+    value so far if another step than the newest has it."""
     if not state.evals:
         return
     newest, best = state.evals[-1], state.best
@@ -374,7 +381,8 @@ def _controllers(state: ViewState, now: float, width: int) -> RenderableType:
 
 
 def shows_shards(state: ViewState, now: float) -> bool:
-    """Whether shards move, or a shard of a running job has no living owner."""
+    """Whether to draw the map of shards: some moved in the last `HIGHLIGHT_S` seconds, or a shard of a running job has
+    no living owner."""
     if state.ended or not any(node.shards for node in state.nodes):
         return False
     owned = sum(len(node.shards) for node in state.nodes if node.alive)

@@ -1,14 +1,17 @@
 """Tables, sentences and JSON for `gcore placement`, `gcore top` and `gcore trace`.
 
-Reasons come from policies and files, which may have any content. They are never printed as markup, and control characters are escaped.
+The split is the number of slots of each pool (rollout, reward, train). A move is a change of the placement, and a stay
+is a period of steps after which the policy changed nothing. Reasons come from policies and files, which may have any
+content. They are never printed as markup, and control characters are escaped.
 
-`top` shows the newest step with slot accounting on each node, not the current step. Its numbers are slot time divided by step time: `2.1 slots`
-means the time of 2.1 slots.
+`top` shows the newest step with slot accounting on each node, not the current step. Its numbers are slot time divided
+by step time: `2.1 slots` means the time of 2.1 slots.
 
-`trace` writes Chrome trace events: one process per node, one track per slot, and one track each for phases and moves. A slice is named after
-the slot's most frequent state. Its arguments have the seconds of each state, and a counter shows the busy share. Time without accounting
-is a slice `unbooked`. Times are microseconds since the first node began the step; nodes are aligned by their wall clocks. Slices of a track
-touch but never overlap, because viewers nest by time. Processes are numbered from 1, because process 0 is Perfetto's idle process.
+`trace` writes Chrome trace events: one process per node, one track per slot, and one track each for phases and moves. A
+slice is named after the slot's most frequent state. Its arguments have the seconds of each state, and a counter shows
+the busy share. Time without accounting is a slice `unbooked`. Times are microseconds since the first node began the
+step; nodes are aligned by their wall clocks. Slices of a track touch but never overlap, because viewers nest by time.
+Processes are numbered from 1, because process 0 is Perfetto's idle process.
 """
 
 from __future__ import annotations
@@ -55,17 +58,17 @@ SURPRISE = 0.1
 
 
 def plan_of(reply: pb.PlacementReply) -> Plan | None:
-    """The current plan; None before the job has started."""
+    """Decode the current plan (the worker on each slot); None before the job has started."""
     return Plan.decode(reply.plan, "the job's plan") if reply.plan else None
 
 
 def moves_of(reply: pb.PlacementReply) -> Moves:
-    """The newest moves from the store."""
+    """Decode the newest moves and periods without moves from a placement reply."""
     return Moves.decode(reply.moves, "the job's moves") if reply.moves else Moves()
 
 
 def pin_words(reply: pb.PlacementReply) -> str:
-    """The pins, as text."""
+    """The parts of the placement that a user pinned, as text."""
     return str(Pin.decode(reply.pin, "what is fixed")) if reply.pin else str(Pin())
 
 
@@ -100,7 +103,7 @@ def placement_rows(reply: pb.PlacementReply) -> dict[str, str]:
 
 
 def divide_plan(plan: Plan, away: Collection[str]) -> tuple[Plan, Plan]:
-    """The parts of the plan on nodes that are present and on nodes that are absent."""
+    """Divide a plan into its part on present nodes and its part on absent nodes. `away`: names of the absent nodes."""
 
     def on(*, there: bool) -> Plan:
         ranks = tuple(one for one in plan.ranks if (one.node not in away) is there)
@@ -111,7 +114,7 @@ def divide_plan(plan: Plan, away: Collection[str]) -> tuple[Plan, Plan]:
 
 
 def split_in_words(plan: Plan, away: Collection[str]) -> str:
-    """The split on present nodes, and the number of slots on absent nodes."""
+    """Say how many slots each pool has on present nodes, and how many slots are on absent nodes (`away`)."""
     here, gone = divide_plan(plan, away)
     if not (lost := slot_roles(gone)):
         return str(split_of(here))
@@ -130,7 +133,8 @@ def _pools(plan: Plan) -> dict[str, int]:
 
 
 def slot_roles(plan: Plan) -> dict[Slot, list[str]]:
-    """The workers on each slot as text, awake ones first. For an engine on several slots, the slot numbers are included."""
+    """The workers that a plan puts on each slot, as text, awake ones first. An engine on several slots is listed with
+    their numbers."""
     found: dict[Slot, list[str]] = {}
     for rank in sorted(plan.ranks, key=lambda one: one.rank):
         found.setdefault(rank.on, []).append(f"train rank {rank.rank}")
@@ -234,14 +238,14 @@ def _clock(time: float) -> str:
 
 
 def _at(move: Move) -> str:
-    """When a move happened, relative to the steps."""
+    """Say when a move happened: at the start, after a step or within a step."""
     if move.kind is MoveKind.BEGIN:
         return "at the start"
     return f"within step {move.step + 1}" if move.within else f"after step {move.step}"
 
 
 def _told(move: Move, before: Move | None) -> list[str]:
-    """The lines about a move. `before`: the previous move, or None."""
+    """The lines of `gcore placement explain` about one move. `before`: the previous move, or None."""
     lines = [f"{_clock(move.time)}{_at(move)}: {move_in_words(move)}."]
     idle = {pool: share for pool, share in move.idle.items() if pool in ("rollout", "reward", "train")}
     if not all(f"{pool} was idle for" in move.reason for pool in idle):
@@ -321,14 +325,15 @@ HOLDS = {
     "back_pressure": "admission: no new requests are allowed (judges, rollout.concurrency or rollout.staleness)",
     "no_work": "generation: there are no inputs yet",
 }
-"""Explanations of the causes of idle slots."""
+"""What idle slots wait for, by the cause in their state."""
 
 BAR = 30
 
 
 @dataclass(frozen=True)
 class JobTop:
-    """Slot accounting of a job. `books`: the newest of each node; `folder`: the run folder if it was read from there, else empty."""
+    """What `gcore top` shows of a job. `books`: the slot accounting of the newest step, by node. `folder`: the run
+    folder, if it was read from there; else empty."""
 
     name: str
     uid: str
@@ -345,7 +350,8 @@ class JobTop:
 
     @property
     def by_state(self) -> dict[str, float]:
-        """Slot time by state, divided by the step time."""
+        """Number of slots in each state, averaged over the newest step (slot-seconds divided by the step time), over
+        all nodes."""
         total: dict[str, float] = {}
         for book in self.books.values():
             if book.seconds > 0:
@@ -360,18 +366,18 @@ class JobTop:
 
     @property
     def error(self) -> float:
-        """The share of slot time without accounting."""
+        """The share of slot time that is unaccounted or counted twice, 0 to 1."""
         total = sum(book.seconds * book.slots for book in self.books.values())
         return sum(book.error * book.seconds * book.slots for book in self.books.values()) / total if total else 0.0
 
     @property
     def engines(self) -> dict[str, EngineSums]:
-        """Engine sums over all nodes, by pool."""
+        """Work of the inference engines summed over all nodes, by pool."""
         return sum_engines(self.books.values())
 
     @property
     def bottleneck(self) -> str:
-        """The cause for which most idle slots wait; empty if no slot is idle."""
+        """The cause (a key of `HOLDS`) that most idle slot time is due to; empty if no slot is idle."""
         causes: dict[str, float] = {}
         for state, slots in self.by_state.items():
             if state.startswith("idle "):
@@ -458,7 +464,8 @@ COLOURS = {
 
 
 def build_trace(job: str, lines: Mapping[str, AccountLine], moves: Sequence[Move]) -> dict[str, Any]:
-    """The trace document. `lines`: slot accounting of the step by node. Of `moves`, those within the step are included."""
+    """Build the Chrome trace of one step. `lines`: the slot accounting of the step, by node. Only those `moves` that
+    happened in the step are included."""
     began = min(line.book.began for line in lines.values())
     ended = max(line.book.began + line.book.seconds for line in lines.values())
     events: list[dict[str, Any]] = [

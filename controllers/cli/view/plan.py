@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PlanReport:
-    """The inputs and the result of a search for layouts."""
+    """The inputs of a search for layouts (slots per pool and per engine), and its result (`found`)."""
 
     spec: JobSpec
     cluster: ClusterSpec
@@ -45,8 +45,8 @@ class PlanReport:
     found: LayoutSearchResult
 
     def begins(self, way: PoolLayout) -> bool:
-        """Whether the job can start with this layout. A policy that moves slots supports a time-shared layout only with one world size: that
-        of the spec, or the largest with at least one sample for each train rank."""
+        """Whether the job can start with the layout `way`. A policy that moves slots starts a time-shared layout only
+        with one number of train ranks: that of the spec, or the largest with at least one sample per rank."""
         if not way.starts or way.split.mode == "coexisting" or not self.spec.placement.is_live:
             return way.starts
         training = self.workload.training
@@ -55,13 +55,14 @@ class PlanReport:
 
     @property
     def first(self) -> FittingLayout | None:
-        """The best layout that the job can start with after a change of the spec."""
+        """The recommended layout: the one with the shortest predicted step that the job can start with, if need be
+        after a change of its spec."""
         return next((fit for fit in self.found.fits if self.begins(fit.way)), None)
 
     @property
     def stands(self) -> FittingLayout | None:
-        """The layout that the job would start with under the current spec; None if it does not fit. A policy that moves slots chooses the best
-        layout if the spec gives no sizes."""
+        """The layout that the job would start with if the spec is not changed; None if it does not fit into memory. If
+        the spec gives no pool sizes, a policy that moves slots chooses the best layout."""
         placement = self.spec.placement
         fits = (fit for fit in self.found.fits if self._spans(fit.way))
         if placement.is_live and placement.train is None:
@@ -75,12 +76,14 @@ class PlanReport:
         return self.spec.train.ranks is None and placement.train is None and not placement.is_live
 
     def _spans(self, way: PoolLayout) -> bool:
+        """Whether the layout has the slots per engine and per judge that the spec sets."""
         from placement.slots import sizes_of
 
         sizes = sizes_of(self.spec)
         return (way.rollout_size, way.reward_size) == (sizes.rollout, sizes.reward)
 
     def _is_said(self, way: PoolLayout) -> bool:
+        """Whether the layout has the pool sizes, or the number of train ranks, that the spec sets or implies."""
         said, split = self.spec.placement, way.split
         if said.train is not None:
             reward = split.reward if said.reward is None else said.reward
@@ -126,7 +129,8 @@ def plan_tree(planned: PlanReport, show: int) -> dict[str, Any]:
 
 
 def layout_tree(fit: FittingLayout, *, starts: bool) -> dict[str, Any]:
-    """A layout as a JSON object. `starts`: whether the job can start with it."""
+    """A layout with its memory (GiB per slot) and predicted times (seconds) as a JSON object. `starts`: whether the job
+    can start with it."""
     split, times = fit.way.split, fit.times
     return {
         "placement": str(fit.way),
@@ -343,7 +347,7 @@ LARGER = "Use more or larger accelerators, or a smaller model"
 
 @dataclass(frozen=True, slots=True)
 class MemoryTerm:
-    """A part of a slot's memory. `size`: bytes; `fix`: how to reduce it."""
+    """One use of a slot's memory. `what`: its name in the advice; `size`: bytes; `fix`: how to reduce it."""
 
     what: str
     size: float
@@ -351,7 +355,7 @@ class MemoryTerm:
 
 
 def advice(workload: Workload, cluster: ClusterSpec, misfit: RejectedLayouts | None) -> str:
-    """The first change to try."""
+    """Say what to change first so that a layout fits: reduce the largest memory part of the closest layout (`misfit`)."""
     if misfit is None:
         return LARGER
     memory = SlotMemory.of(cluster)
@@ -368,7 +372,7 @@ def advice(workload: Workload, cluster: ClusterSpec, misfit: RejectedLayouts | N
 
 
 def _named(workload: Workload, misfit: RejectedLayouts) -> EngineWorkload:
-    """The engine that the excess names."""
+    """The engine (rollout or a judge) whose memory is the reason why the layout does not fit."""
     return max(
         (one for one in workload.served if misfit.excess.names[0].startswith(one.name)),
         key=lambda one: len(one.name),
@@ -377,6 +381,7 @@ def _named(workload: Workload, misfit: RejectedLayouts) -> EngineWorkload:
 
 
 def _trained(workload: Workload, way: PoolLayout, names: tuple[str, ...], memory: SlotMemory) -> Iterator[MemoryTerm]:
+    """The memory parts of a train rank: state, activations and reference model. Only of the models in `names`."""
     training = workload.training
     stage = "" if training.stage == 3 else "train.zero_stage: 3, "
     shared = f"{stage}more ranks, or a smaller model" if stage else "use more ranks, or a smaller model"
@@ -406,6 +411,7 @@ def _trained(workload: Workload, way: PoolLayout, names: tuple[str, ...], memory
 def _engine_terms(
     workload: Workload, way: PoolLayout, names: tuple[str, ...], memory: SlotMemory
 ) -> Iterator[MemoryTerm]:
+    """The memory parts of the engines: weights, KV cache and working memory. Only of the engines in `names`."""
     for served in workload.served:
         if served.name not in names:
             continue

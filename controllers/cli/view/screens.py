@@ -61,9 +61,10 @@ def event_lines(before: ViewState, event: JobEvent) -> tuple[str, ...]:
 
 
 def trouble_lines(before: WaitPoint | None, who: str, why: str, now: float) -> tuple[str, ...]:
-    """The lines printed when the problem of `who` is now `why` (empty: solved) and was `before`.
+    """The lines to print when the problem of `who` changes from `before` to `why` (empty: solved).
 
-    Reasons that differ only in numbers count as equal.
+    `before`: the last reported problem of `who`, or None. A reason that differs from it only in numbers is not printed
+    again.
     """
     if not why:
         return (f"waiting: {who} recovered after {format_seconds(max(0.0, now - before.since))}",) if before else ()
@@ -133,7 +134,8 @@ def answer_line(answer: AnswerPoint, prompt: str) -> str:
 
 
 class Screen(Protocol):
-    """Shows a job. Call its other methods only while `open()` is entered."""
+    """Shows the progress of one followed job. `state`: what was applied so far. Call the other methods only inside
+    `with screen.open()`."""
 
     state: ViewState
 
@@ -146,7 +148,7 @@ class Screen(Protocol):
         ...
 
     def observe(self, job: JobSnapshot) -> None:
-        """Show a response of the API."""
+        """Apply the newest state of the job that the API returned."""
         ...
 
     def trouble(self, who: str, why: str, now: float) -> None:
@@ -155,7 +157,7 @@ class Screen(Protocol):
 
 
 class PlainScreen:
-    """Prints lines on a console."""
+    """Prints each event as a line on a console, for logs and pipes."""
 
     def __init__(self, console: Console) -> None:
         self.state = ViewState()

@@ -52,7 +52,7 @@ class StepPoint:
 
 @dataclass(frozen=True, slots=True)
 class AnswerPoint:
-    """One held-out response."""
+    """One response to a held-out prompt. `answer`: the expected answer."""
 
     prompt: str
     response: str
@@ -71,7 +71,11 @@ class AnswerPoint:
 
 @dataclass(frozen=True, slots=True)
 class SetPoint:
-    """Result of one evaluation for one set. `metrics`: `mean@N`, `pass@1`, `pass@K`, as far as known."""
+    """Result of one evaluation on one evaluation set. `count`: prompts; `samples`: responses per prompt; `unscored`:
+    responses without a score.
+
+    `metrics`: `mean@N`, `pass@1`, `pass@K` and means of reward parts, as far as known.
+    """
 
     count: int = 0
     samples: int = 1
@@ -115,7 +119,8 @@ class BestPoint:
 
 @dataclass(frozen=True, slots=True)
 class SourceFigures:
-    """Outcomes and means of a source's prompts, from the API. None: unknown."""
+    """Numbers of one data source, from the API: prompts by outcome, means over its trained groups, and its newest
+    evaluation. None: unknown."""
 
     name: str
     trained: int = 0
@@ -133,7 +138,8 @@ class SourceFigures:
 
 @dataclass(frozen=True, slots=True)
 class NodeView:
-    """A controller's node. `alive`: according to the events."""
+    """A node of the job. `alive`: whether its controller takes part, according to the events. `shards`: those that it
+    generates for."""
 
     name: str
     alive: bool = True
@@ -162,7 +168,7 @@ class WaitPoint:
 
 @dataclass(frozen=True, slots=True)
 class WarningPoint:
-    """The newest warning of one topic. `time`: seconds since the epoch, 0 if unknown."""
+    """The newest warning of one topic, with the node that reported it. `time`: seconds since the epoch, 0 if unknown."""
 
     topic: str
     node: str
@@ -237,7 +243,7 @@ class JobSnapshot:
 
 
 def parse_answer(data: Mapping[str, Any]) -> AnswerPoint:
-    """Parse a sample of an evaluation."""
+    """Parse a sample of an evaluation event; missing fields become empty."""
     correct = data.get("correct")
     return AnswerPoint(
         get_text(data, "prompt"),
@@ -250,7 +256,7 @@ def parse_answer(data: Mapping[str, Any]) -> AnswerPoint:
 
 
 def parse_set(score: Mapping[str, Any]) -> SetPoint:
-    """Parse the result of one set."""
+    """Parse the result for one evaluation set of an evaluation event."""
     metrics = {
         name: n for name, value in get_mapping(score, "metrics").items() if (n := finite_or_none(value)) is not None
     }
@@ -298,7 +304,7 @@ ENDED_STATES = frozenset({"SUCCEEDED", "FAILED", "CANCELLED"})
 
 @dataclass(frozen=True, slots=True)
 class ViewState:
-    """Everything that a view shows."""
+    """Everything that a view shows of one job. Immutable; `apply` and `observe` return the next state."""
 
     job: str = ""
     uid: str = ""
@@ -415,7 +421,8 @@ class ViewState:
         return state
 
     def with_trouble(self, who: str, why: str, now: float) -> ViewState:
-        """The state with a wait of `who` because of `why`; an empty `why` removes it."""
+        """The state with a wait report: `who` waits because of `why`; an empty `why` removes it. `now`: seconds since
+        the epoch."""
         since = next((wait.since for wait in self.waiting if wait.who == who), now)
         others = tuple(wait for wait in self.waiting if wait.who != who)
         return replace(self, waiting=(*others, WaitPoint(who, why, since)) if why else others)

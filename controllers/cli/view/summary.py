@@ -71,7 +71,8 @@ class AuditVerdict:
 
 @dataclass(frozen=True, slots=True)
 class SourceSummary:
-    """Outcomes of one source's prompts. Means are over its trained groups; None: not measured."""
+    """Results of one data source: its prompts by outcome, means over its trained groups, and its first and last
+    evaluation. None: not measured."""
 
     trained: int
     filtered: int
@@ -131,12 +132,13 @@ class Summary:
 
     @property
     def succeeded(self) -> bool:
-        """Whether the job finished all its steps and its audit is clean."""
+        """Whether the job succeeded and its audit found no violation."""
         return self.state == SUCCEEDED and self.audit == "clean"
 
 
 def summarize(state: ViewState, job: JobSnapshot, audit: AuditVerdict, wall_seconds: float) -> Summary:
-    """Summarize an ended job."""
+    """Summarize an ended job. `state`: computed from its events; `job`: its last state from the API; `wall_seconds`:
+    duration of the command."""
     groups = dict(audit.groups_by_node) or state.groups_by_node
     later = state.accuracy_after is not None
     waits = usual_waits(state.points)
@@ -235,7 +237,7 @@ def next_commands(summary: Summary, again: str, longer: str, options: Sequence[s
 
 
 def summary_rows(summary: Summary) -> dict[str, str]:
-    """The rows of the table."""
+    """The rows of `summary_table`, by name."""
 
     def share(value: float | None) -> str:
         return "-" if value is None else f"{value:.1%}"
@@ -316,11 +318,12 @@ def finished_jobs(runs: Path) -> list[str]:
 
 
 def describe_finished_run(home: Path, job: str, unreachable: Unreachable) -> dict[str, str]:
-    """The result of `find_summary` when no cluster is running in `home`.
+    """Describe the newest finished run of `job` in `home` (keys as in `find_summary`), when no cluster responds
+    (`unreachable`).
 
-    Raises Unreachable if there is no such finished run; the message lists the finished jobs. Also raises it if a newer job of that name has
-    not finished: only a cluster knows its state, and silently using the older job would be wrong. If a cluster is running but its store is
-    unavailable, the message does not advise to start one.
+    Raises Unreachable if there is no such finished run; the message lists the finished jobs. Also raises it if a newer
+    job of that name has not finished: only a cluster knows its state, and silently using the older job would be wrong.
+    If a cluster is running but its store is unavailable, the message does not advise to start one.
     """
     is_up = isinstance(unreachable, StoreUnavailable)
     found = find_summary(home / "runs", job) or _without_summary(home / "runs", job)
@@ -350,7 +353,10 @@ def describe_finished_run(home: Path, job: str, unreachable: Unreachable) -> dic
 
 
 def _without_summary(runs: Path, job: str) -> dict[str, str] | None:
-    """The same for a run without a summary, from the copy of its records; None if there is no copy, or if it is damaged."""
+    """Describe an ended run that has no summary file, from the copy of its records (keys as in `find_summary`).
+
+    None if there is no copy, or if it is damaged.
+    """
     from controllers.api.job_messages import describe_run
     from controllers.api.run_reader import find_run
 
@@ -363,7 +369,7 @@ def _without_summary(runs: Path, job: str) -> dict[str, str] | None:
 
 
 def describe_job(message: pb.Job) -> dict[str, str]:
-    """The same as `find_summary`, for a job returned by the API."""
+    """Describe a job that the API returned, with the keys of `find_summary`."""
     found = {"job": message.name, "uid": message.uid, "checkpoint": message.checkpoint, "folder": message.run_dir}
     best = job_snapshot(message).best
     return found if best is None else found | {"best": best_line(best), "best_checkpoint": best.checkpoint}
