@@ -1,4 +1,5 @@
-"""A signal that wakes waiting tasks when something has changed."""
+"""`ChangeSignal` wakes waiting tasks when the state that they read has changed; `rest_s` limits how often they then
+re-evaluate it."""
 
 from __future__ import annotations
 
@@ -8,15 +9,18 @@ from collections.abc import Callable
 from gcore.system.concurrency import limit_time
 
 REST = 2.0
-"""Pause after an evaluation, as a multiple of the time that it took; at most `LONGEST_REST_S` seconds."""
+"""Pause between two evaluations of the state, as a multiple of the time that the first took; at most `LONGEST_REST_S`
+seconds."""
 LONGEST_REST_S = 0.05
 
 OFF_DUTY = 4.0
-"""Factor of the pause for a loop that waits for another controller to act first."""
+"""Factor of the pause for a loop that only acts if another controller does not."""
 
 
 def rest_s(took: float, *, off_duty: bool = False) -> float:
-    """The pause in seconds before the next evaluation, if the last one took `took` seconds.
+    """The pause in seconds before a loop evaluates the state again, if the last evaluation took `took` seconds.
+
+    `off_duty`: whether the loop only acts if another controller does not; then the pause is longer.
 
     If evaluations are slow, because there is much data or many processes share a core, one evaluation then covers several changes.
     """
@@ -56,4 +60,5 @@ class ChangeSignal:
 
 
 LOOK_AGAIN_S = 0.2
-"""Seconds before a retry after a lost compare or an unknown result, if no change arrives earlier."""
+"""Seconds before an action is retried whose store transaction failed its compare or has an unknown result, if no change
+arrives earlier."""

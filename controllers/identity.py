@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Identity:
-    """The identity of one incarnation. `address`: host:port for users; `lease`: the id of its lease."""
+    """The identity of one run of a controller. `address`: host:port of its API for users; `lease`: the id of its lease
+    in the store."""
 
     node: str
     incarnation: str
@@ -19,10 +20,10 @@ class Identity:
 
 
 def new_incarnation(node: str) -> str:
-    """A new name for an incarnation of the controller of `node`."""
+    """Create the name of a new incarnation of the controller of `node`: `NODE.` and eight random hex digits."""
     return f"{node}.{uuid.uuid4().hex[:8]}"
 
 
 def node_of(incarnation: str) -> str:
-    """The name of the node of an incarnation."""
+    """The name of the node in the name of an incarnation."""
     return incarnation.rpartition(".")[0] or incarnation

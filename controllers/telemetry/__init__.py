@@ -1,4 +1,4 @@
-"""Events, metrics, samples, warnings and experiment trackers of a running job.
+"""What a controller reports about a running job: events, metrics, samples, warnings, and data for experiment trackers.
 
 Read `run_recorder` first. `events` and `step_stats` are pure. No decision depends on telemetry.
 """

@@ -1,8 +1,9 @@
-"""A job's events, derived from the changes of its records.
+"""The events of a job (what `gcore events` prints), derived from the changes of the job's records in the store.
 
-`derive_events` turns the change of one record into events; `EventLog` numbers and keeps them. Every controller derives the same events with
-the same sequence numbers (from the store's revisions). So a client can switch to any controller and continue after the last number it saw,
-without loss or repetition, unless it is more than `MOST_EVENTS` behind.
+`derive_events` turns the change of one record into events; `EventLog` numbers and keeps them. Every controller derives
+the same events with the same sequence numbers (from the store's revisions, the numbers of its transactions). So a
+client can switch to any controller and continue after the last number it saw, without loss or repetition, unless it is
+more than `MOST_EVENTS` behind.
 """
 
 from __future__ import annotations
@@ -40,26 +41,31 @@ MOST_MOVES = 8
 """Maximum number of move events from one write of the moves record."""
 
 MOST_CHECKPOINTS = 8
-"""Maximum number of checkpoint events from one write of the record: the newest; one event sums up the earlier ones. Usually a write registers
-one checkpoint, but a controller that lists the records later finds all of them in the last write."""
+"""Maximum number of checkpoint events from one write of the record `checkpoints`. The newest checkpoints get one each,
+and one event sums up the earlier ones. Usually a write registers one checkpoint, but a controller that lists the
+records later finds all of them in the last write."""
 
 Derived = tuple[str, str, dict[str, Any]]
 """Kind, message and data of an event."""
 
 PER_REVISION = 16
-"""Sequence numbers reserved for the events of one revision (`_in_their_room`)."""
+"""Sequence numbers that are reserved for the events of one revision of the store (`_in_their_room`)."""
 
 MOST_EVENTS = 10_000
-"""Maximum number of events that a controller keeps of a job: the newest. A long job has one for every step, with all its numbers. Older
-events are in the run folder."""
+"""Maximum number of events that a controller keeps of one job in memory; it drops the oldest. A long job has one event
+per step. Older events are in the run folder."""
 
 SUMMED_UP = frozenset({"checkpoint", "placement"})
-"""Kinds of events that are derived from a record with a list of entries."""
+"""Kinds of events that come from a record which is overwritten and has a list of entries (checkpoints, moves)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One thing that happened to a job: its number, time, kind, message and data."""
+    """One thing that happened to a job. `sequence`: unique number, ascending. `time`: when this controller saw it, in
+    seconds since the epoch.
+
+    `message`: a sentence for users; `data`: the same for programs, with keys that depend on `kind`.
+    """
 
     sequence: int
     time: float
@@ -67,7 +73,8 @@ class Event:
     message: str
     data: dict[str, Any]
     again: bool = False
-    """Whether another controller may have reported it under another number: it was derived later, from a record that is overwritten."""
+    """Whether another controller may have sent this event under another sequence number: this controller derived it
+    later, from the newest content of a record that is overwritten."""
 
     @property
     def data_json(self) -> str:
@@ -76,7 +83,7 @@ class Event:
 
 
 class EventLog:
-    """The newest events of one job on this controller, ascending by number."""
+    """The newest events of one job on this controller, ascending by sequence number."""
 
     def __init__(self, keys: JobKeys) -> None:
         self._keys = keys
@@ -84,11 +91,15 @@ class EventLog:
         self._warned: set[str] = set()
         """Sources that already have a truncation warning."""
         self._moved: deque[tuple[Any, ...]] = deque(maxlen=NEWEST_MOVES)
-        """The newest moves that have an event."""
+        """The newest placement changes (moves) that already have an event: generation, step, kind and state of each."""
         self._last = -1
 
     def note(self, before: JobMirror, batch: WatchBatch, after: JobMirror, wall: float) -> None:
-        """Add the events of `batch`. Events that are already known are not added again. `wall`: seconds since the epoch."""
+        """Add the events of a batch of record changes; events that are already in the log are not added again.
+
+        `before`, `after`: the job's records before and after the batch. `wall`: the present time in seconds since the
+        epoch.
+        """
         ordered = sorted(batch.events, key=self._place)
         for revision, changes in groupby(ordered, key=lambda change: change.kv.mod_revision):
             told = [one for change in changes for one in self._told(before, change, after)]
@@ -99,22 +110,26 @@ class EventLog:
                     self._last = sequence
 
     def _told(self, before: JobMirror, change: WatchEvent, after: JobMirror) -> Iterator[Derived]:
-        """The events and warnings of one change."""
+        """Derive the events and the truncation warnings of one record change."""
         derived = [one for one in derive_events(self._keys, before, change, after) if self._is_new(one)]
         yield from derived
         yield from self._warnings(derived, after)
 
     def _place(self, change: WatchEvent) -> tuple[int, int, str]:
-        """The sort key of a change. Within one revision, records that are never overwritten come first, then the state. So a controller that
-        reads them after the others were overwritten assigns the same numbers. Records with lists come last, because they give more events
-        the later they are read."""
+        """The sort key of a record change: its revision, then the kind of record.
+
+        Within one revision, records that are never overwritten come first, then the job's state. So a controller that
+        reads them after the other records were overwritten gives the events the same numbers. Records with lists come
+        last, because they yield more events the later they are read.
+        """
         key = change.kv.key
         lasting = key.startswith((self._keys.log_prefix, self._keys.eval_prefix)) or key == self._keys.job
         lists = key in (self._keys.checkpoints, self._keys.moves)
         return change.kv.mod_revision, 0 if lasting else 1 if key == self._keys.state else 3 if lists else 2, key
 
     def _is_new(self, derived: Derived) -> bool:
-        """Whether a move has no event yet. If several writes arrive together, each would yield the move."""
+        """Whether the event is to be added: false for a move that already has an event. If several writes of the moves
+        arrive together, each yields the same moves."""
         kind, _, data = derived
         if kind != "placement":
             return True
@@ -124,7 +139,8 @@ class EventLog:
         return not known
 
     def _warnings(self, derived: Sequence[Derived], after: JobMirror) -> Iterator[Derived]:
-        """The warnings that follow from events: the same on every controller with the same events."""
+        """Yield a warning for each source, once per job, when most of its responses in a step were truncated.
+        Controllers with the same events yield the same warnings."""
         for kind, _, data in derived:
             if kind != "step":
                 continue
@@ -136,7 +152,11 @@ class EventLog:
                 yield truncation_warning(source, data)
 
     def after(self, sequence: int, *, goes_on: bool = False) -> list[Event]:
-        """The events with greater numbers. `goes_on`: the client has received events before; skip those that it may already have."""
+        """The kept events with a sequence number above `sequence`.
+
+        `goes_on`: the client already received events, maybe from another controller; skip those that it may have under
+        another number.
+        """
         newer = []
         for event in reversed(self.events):
             if event.sequence <= sequence:
@@ -147,8 +167,10 @@ class EventLog:
 
 
 def split_by_revision(batch: WatchBatch) -> Iterator[WatchBatch]:
-    """Split a batch into one batch per revision, except a full listing. Which changes arrive together is random, but every controller must
-    derive the same events from them."""
+    """Split a batch of record changes into one batch per revision; a full listing stays one batch.
+
+    Which changes arrive in one batch is random, but every controller must derive the same events from them.
+    """
     if batch.reset or len({event.kv.mod_revision for event in batch.events}) < 2:
         yield batch
         return
@@ -157,7 +179,8 @@ def split_by_revision(batch: WatchBatch) -> Iterator[WatchBatch]:
 
 
 def _in_their_room(told: list[Derived]) -> list[Derived]:
-    """Limit the events of one revision to the reserved numbers. If there are more, the last event counts the rest."""
+    """Limit the events of one revision to the `PER_REVISION` reserved sequence numbers. If there are more, the last
+    event counts the rest."""
     if len(told) <= PER_REVISION:
         return told
     kept, more = told[: PER_REVISION - 1], told[PER_REVISION - 1 :]
@@ -167,7 +190,11 @@ def _in_their_room(told: list[Derived]) -> list[Derived]:
 
 
 def derive_events(keys: JobKeys, before: JobMirror, change: WatchEvent, after: JobMirror) -> Iterator[Derived]:
-    """The events of a change of one record. `before` and `after`: the records before and after its batch. Raises UnreadableRecord."""
+    """Derive the events of one record change. `before`, `after`: the job's records before and after the batch of the
+    change.
+
+    Raises UnreadableRecord.
+    """
     key, kv = change.kv.key, change.kv
     if change.kind == "delete":
         if key.startswith(keys.member_prefix):
@@ -221,7 +248,8 @@ def derive_events(keys: JobKeys, before: JobMirror, change: WatchEvent, after: J
 
 
 def _left(before: JobMirror, incarnation: str) -> str:
-    """How a controller left the job, as far as the records before show it."""
+    """Say how a controller left the job: orderly, or without handing its shards over. `before`: the job's records while
+    it was a member."""
     known, sentence = before.members.get(incarnation), f"{node_of(incarnation)} has left"
     if known is None or known.record.leaving or before.has_ended:
         return sentence
@@ -250,7 +278,7 @@ def _shards(before: JobMirror, new: Assignment) -> Derived:
 
 
 def _registered(new: Sequence[Checkpoint]) -> Iterator[Derived]:
-    """Events for newly registered checkpoints, oldest first."""
+    """Yield the events of newly registered checkpoints, oldest first; more than `MOST_CHECKPOINTS` are summed up."""
     earlier = new[:-MOST_CHECKPOINTS]
     if earlier:
         last = earlier[-1]
@@ -263,7 +291,8 @@ def _registered(new: Sequence[Checkpoint]) -> Iterator[Derived]:
 
 
 def _moves(before: Moves, after: Moves) -> Iterator[Derived]:
-    """Events for new moves and for moves whose state changed. `gcore placement explain` shows their effect."""
+    """Yield the events of placement changes that are new or whose state changed. `gcore placement explain` shows their
+    effect."""
     known = {(move.generation, move.time): move.state for move in before.moves}
     for move in after.moves[-MOST_MOVES:]:
         if known.get((move.generation, move.time)) != move.state:
@@ -280,6 +309,8 @@ def _moves(before: Moves, after: Moves) -> Iterator[Derived]:
 
 
 def _entry(before: JobMirror, entry: LogEntry, after: JobMirror) -> Iterator[Derived]:
+    """Yield the events of a new log entry: a committed step with its warnings, a rollback, or prompts that ended
+    without training."""
     if entry.kind == "train":
         by_node: dict[str, int] = {}
         for ended in entry.delta:
@@ -322,7 +353,7 @@ def _known_steps(job: JobRecord) -> int | None:
 
 
 def _smaller(entry: LogEntry, groups: int) -> Derived:
-    """The warning that a step trained fewer groups than its quota."""
+    """The warning that a step trained fewer groups than `flow.groups_per_step`. `groups`: how many it trained."""
     lacking, used = int(entry.stats["groups_lacking"]), int(entry.stats.get("prompts_used", 0))
     message = (
         f"step {entry.step} trained {groups} of {groups + lacking} groups: no more were available after {used} prompts "
@@ -332,6 +363,8 @@ def _smaller(entry: LogEntry, groups: int) -> Derived:
 
 
 def _untrained(entry: LogEntry) -> Derived:
+    """The event of an account entry: how many prompts were filtered or failed while no step was due, with the most
+    frequent reason."""
     kinds = {kind: sum(one.kind == kind for one in entry.delta) for kind in ("filtered", "failed")}
     common = commonest_reason(entry.delta)
     message = ", ".join(f"{n} {'prompt' if n == 1 else 'prompts'} {kind}" for kind, n in kinds.items() if n)

@@ -1,6 +1,7 @@
-"""Metrics of a job from its records: progress, waits, placement, and its size in the store. No decision depends on them.
+"""Prometheus metrics of a job, computed from its records: progress, waits, placement, and its size in the store.
 
-A store member that does not respond is removed from the metrics; failed requests report the problem.
+No decision depends on them. A member of the store that does not respond is removed from the metrics; failed requests
+report the problem.
 """
 
 from __future__ import annotations
@@ -23,14 +24,17 @@ from gcore.types import Version
 from placement.assign import split_of
 
 ASK_EVERY_S = 15.0
+"""Seconds between two queries of the status of the store's members."""
 
 
 def show_in_flight(
     metrics: Metrics, mirror: JobMirror, versions: Collection[Version], offered: int, oldest_s: float
 ) -> None:
-    """Set the gauges of in-flight prompts and offered groups of this controller.
+    """Set the gauges of this controller's prompts in flight (being generated or scored) and of its offered groups
+    (finished, not in a step yet).
 
-    `versions`: for each prompt in flight, its oldest weights. `oldest_s`: age of the oldest one in seconds.
+    `versions`: for each prompt in flight, the oldest weights that generated for it. `offered`: number of offered
+    groups. `oldest_s`: age of the oldest prompt in flight in seconds.
     """
     if mirror.job is None or mirror.head is None:
         return
@@ -42,7 +46,8 @@ def show_in_flight(
 
 
 def show_waits(metrics: Metrics, mirror: JobMirror, waiting: Sequence[Wait], waits: Timers, now: float) -> None:
-    """Set the gauges of wait times, by cause. `now`: the monotonic clock."""
+    """Set the gauge of the longest present wait for each cause, in seconds. `waits`: since when each wait lasts; `now`:
+    monotonic seconds."""
     if mirror.job is None:
         return
     seconds: dict[str, float] = {}
@@ -53,7 +58,8 @@ def show_waits(metrics: Metrics, mirror: JobMirror, waiting: Sequence[Wait], wai
 
 
 def count_checkpoints(metrics: Metrics, action: Action, view: JobView) -> None:
-    """Count checkpoints that a completed action registered, removed, or reported as failed."""
+    """After a completed action, count the checkpoints that it registered, removed from the record, or reported as
+    failed."""
     match action:
         case RegisterCheckpoint():
             metrics.checkpoints.labels("registered").inc()
@@ -64,7 +70,8 @@ def count_checkpoints(metrics: Metrics, action: Action, view: JobView) -> None:
 
 
 def count_moves(metrics: Metrics, action: Action) -> None:
-    """Count a written move of the placement."""
+    """If the action wrote a placement change (move), count it by kind and state. Counters of the other kinds are
+    created with 0."""
     if isinstance(action, WriteMove):
         for kind in MoveKind:
             metrics.moves.labels(kind.value, action.proposal.move.state)
@@ -72,7 +79,12 @@ def count_moves(metrics: Metrics, action: Action) -> None:
 
 
 def show_job(metrics: Metrics, mirror: JobMirror, batch: WatchBatch, me: str) -> None:
-    """Set the job's gauges, and count the log entries of `me` in this batch. Entries from a full listing are not counted."""
+    """Set the job's gauges from its records, and add the log entries in `batch` that this controller wrote to the
+    counters.
+
+    `me`: this controller's incarnation. Log entries from a full listing are not counted, because they may have been
+    counted before.
+    """
     if mirror.job is None or mirror.head is None:
         return
     job = mirror.job.record.full_name
@@ -108,7 +120,7 @@ def show_job(metrics: Metrics, mirror: JobMirror, batch: WatchBatch, me: str) ->
 
 
 def _show_sources(metrics: Metrics, job: str, mirror: JobMirror, entry: LogEntry) -> None:
-    """Set the gauges by source. A job with a single source uses the numbers of the step."""
+    """Set the gauges of each data source from a step's log entry. A single source gets the numbers of the step."""
     assert mirror.head is not None
     found = [(split, value) for key, value in entry.stats.items() if (split := split_source_key(key)) is not None]
     for (name, source), value in found:
@@ -119,7 +131,11 @@ def _show_sources(metrics: Metrics, job: str, mirror: JobMirror, entry: LogEntry
 
 
 def show_placement(metrics: Metrics, before: JobMirror, after: JobMirror) -> None:
-    """Set the gauges of a changed placement: the split, the newest move of each kind with its effect, and the expected step time."""
+    """If the placement changed, set its gauges: slots per pool, the newest move of each kind with its effect, and the
+    expected step time.
+
+    `before`, `after`: the job's records before and after the change.
+    """
     if after.job is None:
         return
     job = after.job.record.full_name
@@ -135,12 +151,12 @@ def show_placement(metrics: Metrics, before: JobMirror, after: JobMirror) -> Non
 
 
 def newest_moves(moves: Moves) -> dict[str, Move]:
-    """The newest move of each kind that was made, or that a dry run would have made."""
+    """The newest move of each kind, by kind. Only moves that were made, or that a dry run would have made, count."""
     return {move.kind.value: move for move in moves.moves if move.state in ("done", "would")}
 
 
 def move_figures(move: Move) -> MoveFigures:
-    """The expected and measured figures of a move. The gain is the reduction of the step time."""
+    """Gain (reduction of the step time) and cost of a move in seconds, each as expected and as measured; None: unknown."""
     outcome = move.outcome
     expected = move.gain_s
     if move.before_s is not None and move.expected_s is not None:
@@ -154,14 +170,18 @@ def move_figures(move: Move) -> MoveFigures:
 
 
 def expected_step_s(moves: Moves) -> float | None:
-    """The step time in seconds that the newest decision expects, with or without a move."""
+    """The step time in seconds that the placement policy expected at its newest decision, with or without a move; None
+    if unknown."""
     told = [(move.time, move.expected_s) for move in moves.moves if move.expected_s is not None]
     told += [(stay.time, stay.expected_s) for stay in moves.stays if stay.expected_s is not None]
     return max(told, default=(0.0, None), key=lambda one: one[0])[1]
 
 
 class JobStoreSize:
-    """Counts the keys and bytes of one job in the store. Needs memory in proportion to the number of keys, which is bounded."""
+    """Counts the keys and bytes of one job in the store, from the changes of its records.
+
+    Remembers the size of each key, so its memory grows with the number of keys, which is bounded.
+    """
 
     def __init__(self) -> None:
         self._sizes: dict[str, int] = {}
@@ -173,7 +193,7 @@ class JobStoreSize:
         return len(self._sizes)
 
     def note(self, batch: WatchBatch) -> None:
-        """Process a change of the job's records."""
+        """Update the counts from a batch of record changes; a full listing replaces them."""
         if batch.reset:
             self._sizes, self.bytes = {}, 0
         for event in batch.events:
@@ -183,7 +203,7 @@ class JobStoreSize:
                 self.bytes += size
 
     def show(self, metrics: Metrics, job: str) -> None:
-        """Set the job's gauges."""
+        """Set the gauges of the job's keys and bytes. `job`: its full name."""
         metrics.job_keys.labels(job).set(self.keys)
         metrics.job_bytes.labels(job).set(self.bytes)
 
@@ -191,7 +211,10 @@ class JobStoreSize:
 async def watch_members(
     standing: Callable[[], Awaitable[Mapping[str, StoreMemberStatus]]], metrics: Metrics, clock: Clock
 ) -> None:
-    """Publish the status of the store's members, until cancelled. `standing`: queries them; members that do not respond are absent."""
+    """Publish size and alarms of each etcd member as metrics every `ASK_EVERY_S` seconds, until cancelled.
+
+    `standing`: queries the members; those that do not respond are missing in its result.
+    """
     while True:
         metrics.show_members(await standing())
         await clock.sleep(ASK_EVERY_S)

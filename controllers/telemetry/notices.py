@@ -143,8 +143,8 @@ class LiveJob:
 class WarningLog:
     """Writes warnings about a job from one controller to the store.
 
-    A warning overwrites the previous one of its topic. While the store is unavailable, the newest `MOST_WAITING` warnings wait. Callers
-    must not note the same warning repeatedly; see `hold`.
+    A warning overwrites the previous one of its topic. While the store is unavailable, the newest `MOST_WAITING`
+    warnings are queued. A caller must not pass the same warning to `note` repeatedly; `hold` drops repetitions.
     """
 
     def __init__(self, store: Store, keys: JobKeys, node: str, clock: Clock) -> None:
@@ -164,7 +164,8 @@ class WarningLog:
         self._news.set()
 
     def hold(self, topic: str, sentence: str) -> None:
-        """Report a sentence once, until another sentence of its topic follows. An empty sentence: the problem is solved."""
+        """Log a warning as `note` does, but only if its sentence differs from the last one of the topic. An empty
+        sentence: the problem is solved."""
         if sentence and self._held.get(topic) != sentence:
             self.note(topic, sentence)
         self._held[topic] = sentence
@@ -193,23 +194,27 @@ class WarningLog:
 
 EQUAL_STEPS = 10
 LEAST_EQUAL_GROUPS = 16
-"""Minimum number of steps and groups with equal rewards before a warning. If no step commits: the number of groups of `EQUAL_STEPS` steps."""
+"""`EQUAL_STEPS` and `LEAST_EQUAL_GROUPS`: the number of steps and of groups with equal rewards after which a warning is
+posted. If no step commits, it is posted after as many groups as `EQUAL_STEPS` steps have."""
 
 
 @dataclass
 class _EqualRewards:
+    """Consecutive groups of one source whose responses all had the same reward. `told`: whether the warning was posted."""
+
     reward: float
     step: int
-    """The head's step when the first of the groups was scored."""
+    """The newest committed step when the first of the groups was scored."""
     refs: set[PromptRef] = field(default_factory=set)
     responses: int = 0
     told: bool = False
 
 
 class EqualRewardsWatch:
-    """Warns if all responses of a source have had the same reward for `EQUAL_STEPS` steps: the policy cannot learn from them.
+    """Posts a warning if all responses of a source have had the same reward for `EQUAL_STEPS` steps: the policy cannot
+    learn from them.
 
-    Counts the groups that this controller has scored, before filters.
+    Counts the groups that this controller has scored, including those that filters drop.
     """
 
     def __init__(self, groups_per_step: int, warnings: WarningLog) -> None:
@@ -219,7 +224,8 @@ class EqualRewardsWatch:
         """By source: the newest consecutive groups with equal rewards."""
 
     def note(self, source: str, ref: PromptRef, rewards: Sequence[float], step: int) -> None:
-        """Note the rewards of responses to a prompt, possibly in several calls. `step`: the head's step."""
+        """Count the rewards of responses to one prompt; a group may come in several calls. `ref`: id of the prompt;
+        `step`: the newest committed step."""
         known = self._equal.get(source)
         if len(set(rewards)) != 1:
             self._equal.pop(source, None)
@@ -256,7 +262,8 @@ class PluginErrorLog:
         self._to_write: asyncio.Queue[tuple[str, FaultRecord]] = asyncio.Queue()
 
     def note(self, what: str, trace: str = "") -> None:
-        """Report an error, unless it was already reported."""
+        """Log an error and queue it for the store, unless the same error was reported before. `trace`: the plug-in's
+        traceback."""
         name = hashlib.blake2b((trace or what).encode(errors="replace"), digest_size=8).hexdigest()
         if name in self._known or len(self._known) >= MOST_FAULTS:
             return

@@ -51,10 +51,10 @@ log = logging.getLogger(__name__)
 RETRY_S = 2.0
 
 GAP_PATIENCE = 15
-"""Attempts before log entries that are found nowhere are skipped."""
+"""Attempts to find log entries that are missing for `metrics.jsonl`; then the file skips their steps."""
 
 END_PATIENCE_S = 10.0
-"""Timeout for the last lines of an ended job."""
+"""Seconds for writing the last lines of `metrics.jsonl` when the job has ended."""
 
 MOST_WAITING = 4
 """Maximum number of steps whose samples wait to be written. If the disk is too slow, the oldest are dropped."""
@@ -63,7 +63,7 @@ GroupLookup = Callable[[str], Group | None]
 """Finds a finished group of this controller by its digest."""
 
 COPY_TURN_S = 0.5
-"""How long each further controller waits for the previous one to write the copy of the records."""
+"""Seconds that each controller in the order of turns waits for those before it to write the copy of the records."""
 
 STOP_S = 10.0
 """Timeout for tracker processes to exit after their input was closed."""
@@ -72,7 +72,7 @@ STOP_S = 10.0
 class JobTelemetry:
     """Reports one job on this controller: events, metrics, slot accounting, trace spans, and fields for log lines.
 
-    Receives every change of the job's records. Makes no decisions, and nothing waits for it.
+    Receives every change of the job's records. It decides nothing, and no other task waits for it.
     """
 
     def __init__(
@@ -86,7 +86,10 @@ class JobTelemetry:
         traces: StepTraces | None,
         released: Callable[[], None] = lambda: None,
     ) -> None:
-        """`traces`: exports steps as spans; None: no export. `released`: called after the last read from workers."""
+        """`reach`: connects to this node's engines. `traces`: exports each step as trace spans; None: no export.
+
+        `released`: called after the last read from workers, so that they may stop.
+        """
         self._keys = keys
         self._incarnation = identity.incarnation
         self._metrics = metrics
@@ -102,7 +105,7 @@ class JobTelemetry:
 
     @property
     def about(self) -> dict[str, object]:
-        """The fields of every log line about this job."""
+        """Fields that every log line about this job gets: uid, name and newest committed step."""
         told: dict[str, object] = {"job": self._keys.uid}
         if self._mirror.job is not None:
             told["job_name"] = self._mirror.job.record.full_name
@@ -111,7 +114,10 @@ class JobTelemetry:
         return told
 
     def note(self, before: JobMirror, batch: WatchBatch, now: JobMirror) -> None:
-        """Process a change: `batch` changed the job's records from `before` to `now`. Events are noted separately, one revision at a time."""
+        """Update metrics, step times and slot accounting: `batch` changed the job's records from `before` to `now`.
+
+        The caller adds events to `events` itself, one revision at a time.
+        """
         self._mirror = now
         self.stopwatch.note(before, now, self._clock.monotonic())
         if now.head is not None:
@@ -123,13 +129,16 @@ class JobTelemetry:
             self._size.show(self._metrics, now.job.record.full_name)
 
     def note_engines(self, view: JobView, busy: Collection[str], *, held_back: bool) -> None:
-        """Account for engines that are not `busy`. `held_back`: whether a judge prevents new prompts."""
+        """Attribute the time of this controller's idle engines to a cause. `busy`: engines with outstanding requests.
+
+        `held_back`: whether new prompts wait because a judge has too much to score.
+        """
         self.slot_accounting.look(view, held_back=held_back)
         idle = IdleEngines.of(view, busy, self.slot_accounting.stage)
         self.stopwatch.engines.note(idle, self._clock.monotonic())
 
     def stats(self, view: JobView) -> dict[str, float]:
-        """The numbers of the current step, for its log entry."""
+        """The metrics of the step that is about to be committed, for its log entry (`StepTimer.stats`)."""
         return self.stopwatch.stats(view, self._clock.monotonic())
 
     def close(self) -> None:
@@ -143,7 +152,8 @@ class JobTelemetry:
 
 
 class RunRecorder:
-    """Writes one job's metrics file and samples, and feeds its trackers. `look`: returns the current mirror."""
+    """Writes the metrics file and the samples of one job, and feeds its experiment trackers. `look`: returns the job's
+    newest records."""
 
     def __init__(
         self,
@@ -167,7 +177,7 @@ class RunRecorder:
         self._trackers: list[asyncio.Task[None]] = []
 
     def begin(self) -> None:
-        """Start the background tasks, which run until `finish` or `stop`. The job record must be known."""
+        """Start the background tasks, which run until `finish` or `stop`. The job's record must have been read before."""
         job = self._look().job
         assert job is not None
         for work in (self._recorder.run(), self.samples.run()):
@@ -186,7 +196,10 @@ class RunRecorder:
             self._trackers.append(start_background_task(keeper.run(), f"tracker {tracker.name}"))
 
     def note(self, mirror: JobMirror, find_group: GroupLookup) -> None:
-        """Process a change. Must be called before terminal groups leave the buffer."""
+        """Pass a change of the job's records to the sample writer, which copies the groups of new batches.
+
+        Must be called before this controller drops groups that are trained or discarded from its buffer.
+        """
         self.samples.note(mirror, find_group)
 
     async def finish(self) -> None:
@@ -226,12 +239,14 @@ class RunRecorder:
 
 
 class MetricsFileWriter:
-    """Keeps `metrics.jsonl` of a run up to date with the job's log. `look`: returns the current mirror.
+    """Appends the metrics of new steps and evaluations to `metrics.jsonl` of a run. `look`: returns the job's newest
+    records.
 
-    Every controller can write the file, but normally one does: the first in the order of turns. Another one writes if the file is behind for
-    longer than its turn. The content of the file determines what is missing (`gcore.observability.metrics_file`); it is read in a thread, under
-    a lock. When the job has ended, each controller checks once more, so that the last lines are written even if others died. A folder that is
-    not writable is retried forever and reported once; it never ends a run.
+    Every controller can write the file, but normally the first in the order of turns does. The next one writes if lines
+    have been missing for longer than its delay in that order. The content of the file determines what is missing
+    (`gcore.observability.metrics_file`); it is read in a thread, under a lock. When the job has ended, each controller
+    checks once more, so that the last lines are written even if others died. A folder that is not writable is retried
+    forever and reported once; it never ends a run.
     """
 
     def __init__(
@@ -245,10 +260,10 @@ class MetricsFileWriter:
         self._file: MetricsFile | None = None
         self._gaps = 0
         self._settled: JobMirror | None = None
-        """The mirror for which the file is complete; most changes do not concern the log."""
+        """The records for which the file was found complete, so that it is not checked again for the same ones."""
         self._trouble = ""
         self.told = ChangeSignal()
-        """Notified when there are new lines here."""
+        """Notified when this controller has written new lines."""
 
     async def run(self) -> None:
         """Write missing lines, until cancelled."""
@@ -274,6 +289,7 @@ class MetricsFileWriter:
                 await self._clock.sleep(TURN_SECONDS / 4)
 
     def _lacks(self) -> bool:
+        """Whether the file lacks lines that the job's records have."""
         mirror = self._look()
         if mirror is self._settled:
             return False
@@ -283,6 +299,8 @@ class MetricsFileWriter:
         return missing
 
     async def _bring(self) -> bool:
+        """Write the missing lines. False if another process has the file locked, or if it cannot be written or
+        completed now."""
         source = _source(self._look())
         assert source is not None
         run_dir = Path(source.job.run_dir)
@@ -306,11 +324,13 @@ class MetricsFileWriter:
 
 
 class SampleWriter:
-    """Writes samples of each step to the run folder: of the sealed groups that this controller holds.
+    """Writes samples (prompts with responses and rewards) of each step to the run folder, from the groups that this
+    controller generated.
 
-    Groups are taken from the buffer when the seal arrives, before they are dropped, and written in a thread once the batch is READY or
-    committed. Nothing is written for an abandoned batch. If writing fails, the samples are lost, and the error is reported once until writing
-    works again, because a step must not wait for samples.
+    When the seal (the list of groups of a step) arrives, the writer copies some of its groups from the buffer. It
+    writes them in a thread once the batch is READY (all train ranks have it) or committed, and nothing for an abandoned
+    batch. A step must not wait for samples, so if writing fails they are lost, and the error is reported once until
+    writing works again.
     """
 
     def __init__(self, me: str, warn: WarnPeople) -> None:
@@ -324,14 +344,19 @@ class SampleWriter:
         self._changes = ChangeSignal()
         self._run_dir = Path()
         self.has_room = True
-        """Whether the disk has space for more samples."""
+        """Whether the disk has space for more samples; set by the owner. If false, no more groups are copied."""
 
     def open(self, spec: JobSpec, stream: PromptStream, run_dir: Path) -> None:
         """Set the spec, the prompt stream and the run folder. Samples are only kept after this call."""
         self._spec, self._stream, self._run_dir = spec, stream, run_dir
 
     def note(self, mirror: JobMirror, find_group: GroupLookup) -> None:
-        """Process a change. Must be called before terminal groups leave the buffer."""
+        """Process a change of the job's records: copy groups of new seals, and queue those of READY or committed
+        batches for writing.
+
+        `find_group`: finds a group in this controller's buffer. Must be called before trained or discarded groups leave
+        the buffer.
+        """
         if self._spec is None or mirror.head is None:
             return
         for stored in mirror.seals.values():
@@ -376,6 +401,7 @@ class SampleWriter:
                 self._in_trouble = False
 
     def _mine(self, seal: Seal, find_group: GroupLookup) -> list[_Held]:
+        """The groups of a seal that are chosen as samples and that this controller holds."""
         assert self._stream is not None
         assert self._spec is not None
         found = []
@@ -402,6 +428,8 @@ class SampleWriter:
 
 @dataclass(frozen=True, slots=True)
 class _Held:
+    """A group that was chosen as a sample, until it is written. `entry`: number of its prompt in `source`."""
+
     group: Group
     digest: str
     source: PromptSource
@@ -409,6 +437,7 @@ class _Held:
 
 
 def _source(mirror: JobMirror) -> MetricsSource | None:
+    """The records from which the metrics file is written; None before the job record is known."""
     if mirror.job is None:
         return None
     return MetricsSource(
@@ -420,7 +449,7 @@ def _source(mirror: JobMirror) -> MetricsSource | None:
 
 
 def start_background_task(work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-    """Start a task whose exception is logged and does not affect the caller."""
+    """Start a task. An exception in it is logged and does not affect the caller. `name`: for the log."""
     task = asyncio.create_task(work, name=name)
     task.add_done_callback(_log_defect)
     return task

@@ -1,11 +1,12 @@
-"""The numbers of a step, for its log entry, metrics, events and views. No decision depends on them.
+"""The metrics of a step (rewards, lengths, times), for its log entry, the metrics file, events and views. No decision
+depends on them.
 
 - `StepTimer`: the phases of the step, as measured by this controller. `wait_for_batch_s` is the time in which train ranks had nothing to train: from
   the previous commit until every rank has its share, minus the time in which they already trained parts of a streamed step (`streamed_s`).
   Together with the idle time of engines (`controllers.accounting.attribution`) it shows the bottleneck.
 - `sampling_stats`: the prompts that the step used, and how many were filtered.
-- `source_stats`: numbers by source. A key is a name of `PER_SOURCE` and a source, as in "reward/sums". Omitted for a job with a single source,
-  because they would equal the numbers of the step.
+- `source_stats`: numbers by data source. A key is a name of `PER_SOURCE` and a source, as in "reward/sums". Omitted for
+  a job with a single source, because they would equal the numbers of the step.
 - `part_stats`: means of the reward parts. A group carries the means over its samples. A step's number is the mean over the groups of those
   sources whose rewards have the part. A part that a sample lacks (for example no length penalty) counts as 0.
 """
@@ -25,22 +26,30 @@ from gcore.ledger.statistics import add_outcomes
 from gcore.types import Group
 
 PER_SOURCE = ("reward", "response_length", "truncated", "groups", "filtered", "failed")
-"""Mean reward, mean length in tokens, share of truncated responses; number of trained, filtered and failed prompts."""
+"""Metrics that each data source has: mean reward, mean response length in tokens, share of truncated responses (0 to
+1); number of trained, filtered and failed prompts."""
 
 MOSTLY = 0.5
 """Share of truncated responses in a step above which a warning is posted."""
 
 PREFIX = "reward_part/"
+"""Prefix of the metrics of reward parts."""
 
 MOST, LONGEST = 6, 32
-"""Maximum number of parts of a group, in the order of its samples, and of characters of a name, because they go through the store."""
+"""`MOST`: maximum number of reward parts of a group; `LONGEST`: maximum characters of a part's name. Both are limited
+because offers and seals in the store contain them."""
 
 PHASES = ("cut", "reference", "old_logprobs", "values", "update", "saving", "copies")
-"""Phases of a train rank in a step: after READY, or earlier in a streamed step."""
+"""Timed phases of a train rank in a step. They follow READY, or in a streamed step (trained while the rest is
+generated) begin earlier."""
 
 
 class StepTimer:
-    """Measures the phases of a step: when the head moved, when the batch was sealed, and when it was ready. In seconds of the monotonic clock."""
+    """Measures the phases of the current step on this controller.
+
+    Notes when the previous step was committed, when the batch was sealed (its groups were fixed), and when it was READY
+    (every train rank had its share), in monotonic seconds.
+    """
 
     def __init__(self) -> None:
         self._began: float | None = None
@@ -50,7 +59,7 @@ class StepTimer:
         self.engines = StepWaits()
 
     def note(self, before: JobMirror, after: JobMirror, now: float) -> None:
-        """Process a change of the job's records."""
+        """Note the phase changes that a change of the job's records shows. `now`: monotonic seconds."""
         if after.head is None:
             return
         slot = after.seals.get(after.head.record.step + 1)
@@ -67,12 +76,15 @@ class StepTimer:
             self._ready = now
 
     def produced(self, now: float) -> None:
-        """Note that the weight sync is complete and the first prompt of the step was sampled."""
+        """Note that generation has begun: the weight sync is complete and the first prompt of the step was sampled."""
         if self._producing is None:
             self._producing = now
 
     def stats(self, view: JobView, now: float) -> dict[str, float]:
-        """The numbers for the log entry of the READY step, which is committed now."""
+        """Compute the metrics of the READY step that is committed now. Times in seconds; empty without a seal.
+
+        Times are omitted if this controller joined in the middle of the step.
+        """
         seal = view.seal
         if seal is None or view.mirror.head is None:
             return {}
@@ -117,13 +129,17 @@ class StepTimer:
 
 
 def _streamed_s(stats: Mapping[str, float], after: float, before: float) -> float:
-    """Seconds of training before the batch was READY. `before`, `after`: seconds of the step before and after READY."""
+    """Seconds in which train ranks trained parts of the batch before it was READY. `stats`: has the seconds of each
+    train phase.
+
+    `after`, `before`: seconds from READY to the commit, and from the previous commit to READY.
+    """
     trained = sum(stats.get(f"{phase}_seconds", 0.0) for phase in PHASES)
     return min(max(trained - after, 0.0), before)
 
 
 def sampling_stats(rules: StreamRules, head: Head, seal: Seal) -> dict[str, float]:
-    """Sampling numbers of the step of `seal`, which follows `head`.
+    """Prompts that the step of `seal` used, and what became of them. `head`: the state before the step.
 
     prompts_used         prompts with an outcome in this step, or since the previous step without training
     filter_rate          share of them that were filtered
@@ -155,24 +171,28 @@ def sampling_stats(rules: StreamRules, head: Head, seal: Seal) -> dict[str, floa
 
 
 def source_key(name: str, source: str) -> str:
-    """The key of a number of a source."""
+    """The key of a data source's metric in the metrics of a step: `reward/sums`."""
     return f"{name}/{source}"
 
 
 def split_source_key(key: str) -> tuple[str, str] | None:
-    """Inverse of `source_key`; None for a key without a source."""
+    """Split a key into metric and data source (the inverse of `source_key`); None for a key without a source."""
     name, slash, source = key.partition("/")
     return (name, source) if slash and source and name in PER_SOURCE else None
 
 
 def truncated_share(groups: Sequence[SealedGroup]) -> float:
-    """Share of truncated responses, 0 to 1."""
+    """Share of the groups' responses that reached their maximum length, 0 to 1."""
     samples = sum(len(group.response_tokens) for group in groups)
     return sum(group.truncated for group in groups) / samples if samples else 0.0
 
 
 def source_stats(groups: Sequence[SealedGroup], outcomes: Sequence[EndedRef], *, several: bool) -> dict[str, float]:
-    """The numbers of a sealed step by source. `several`: whether the job has more than one source."""
+    """The metrics of a step for each data source; empty unless the job has several.
+
+    `groups`: the trained groups of the step. `outcomes`: its prompts that were filtered or failed. `several`: whether
+    the job has several sources.
+    """
     return dict(_numbers(groups, outcomes)) if several else {}
 
 
@@ -190,7 +210,8 @@ def _numbers(groups: Sequence[SealedGroup], outcomes: Sequence[EndedRef]) -> Ite
 
 
 def drop_reward_stats(stats: Mapping[str, float]) -> dict[str, float]:
-    """The numbers of a step without rewards, for supervised training: its groups were not scored, and a reward of 0 would be misleading."""
+    """Remove the rewards from the metrics of a step, for supervised training: its groups are not scored, and a reward
+    of 0 would be misleading."""
     unscored = {"reward", "reward_before_filter"}
     return {
         key: value
@@ -220,7 +241,7 @@ def group_parts(group: Group) -> dict[str, float]:
 
 
 def part_stats(groups: Sequence[SealedGroup]) -> dict[str, float]:
-    """The reward parts of a sealed step: `reward_part/NAME`."""
+    """The mean of each reward part over the groups of a step, by `reward_part/NAME`."""
     having: dict[str, set[str]] = {}
     for group in groups:
         for name in group.parts:
@@ -233,5 +254,5 @@ def part_stats(groups: Sequence[SealedGroup]) -> dict[str, float]:
 
 
 def parts_by_name(stats: Mapping[str, float]) -> dict[str, float]:
-    """The reward parts among a step's numbers, by name."""
+    """Select the means of the reward parts from the metrics of a step, by the name of the part."""
     return {key.removeprefix(PREFIX): value for key, value in stats.items() if key.startswith(PREFIX)}

@@ -1,9 +1,10 @@
-"""Runs the process of one experiment tracker: start, notify, watch, restart. One controller at a time runs it.
+"""Runs the process that sends a job's metrics to one experiment tracker (such as W&B): start, notify, watch, restart.
 
-The first controller in the tracker's order of turns has the process. When that changes, or the controller dies, the process gets the end of
-its input, sends the remaining data to the tracker and exits; the next controller starts its own process, which continues at the stored
-cursor. A process that died, or that makes no progress although there is more data, is restarted with increasing delays; a warning event
-reports each reason once. Nothing else waits for trackers.
+One controller at a time runs the process: the first in the tracker's order of turns. When another one becomes first, or
+the controller dies, the input of the process ends; it sends the remaining data to the tracker and exits. The next
+controller starts its own process, which continues at the stored position in the metrics file. A process that died, or
+that makes no progress although there is more data, is restarted with increasing delays; a warning event reports each
+reason once. Nothing else waits for trackers.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from gcore.system.clock import Clock
 from gcore.system.concurrency import limit_time
 
 WarnPeople = Callable[[str, str], Awaitable[None]]
-"""Posts a warning event: its topic and its sentence."""
+"""Posts a warning event; arguments: its topic and its sentence."""
 
 log = logging.getLogger(__name__)
 FIRST_RETRY_S, LONGEST_RETRY_S = 2.0, 120.0
@@ -42,7 +43,8 @@ LET_GO_S = 5.0
 LOOK_S = 1.0
 
 MOST_OUTPUT, KEPT_OUTPUT = 16 << 20, 1 << 20
-"""Maximum bytes of the output of a tracker's package, and bytes kept from its end when it is truncated."""
+"""Maximum bytes of the log file with the output of a tracker process, and bytes that are kept of its end when it is
+truncated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,14 +52,19 @@ class TrackerTimeouts:
     """Timeouts of a tracker's process, in seconds."""
 
     stall_s: float = 180.0
-    """Without a message while there is more data, or before the tracker is open."""
+    """Time without a message from the process, while there is unsent data or before it has opened the tracker; then it
+    is killed."""
     end_s: float = 30.0
-    """For the last lines of an ended job."""
+    """Time to send the last lines after the job has ended."""
 
 
 @dataclass(slots=True)
 class _Heard:
-    """State from the messages of a tracker's process."""
+    """What a tracker process has reported. `offset`: bytes of the metrics file that it has sent. `ready`: whether it
+    has opened the tracker.
+
+    `error`: its last error. `moved`: when it last made progress, in monotonic seconds.
+    """
 
     offset: int = 0
     ready: bool = False
@@ -66,7 +73,11 @@ class _Heard:
 
 
 class TrackerProcess:
-    """Runs one tracker of one job on one controller, in a separate process. `told`: notified when there are new lines."""
+    """Runs one tracker of one job in a separate process, while it is this controller's turn.
+
+    `look`: returns the job's newest records. `told`: notified when the metrics file has new lines. `warn`: posts a
+    warning event.
+    """
 
     def __init__(
         self,
@@ -90,7 +101,8 @@ class TrackerProcess:
         self._warned = ""
 
     async def run(self) -> None:
-        """Run until the job has ended and this controller sent the end to the tracker, or another controller is responsible for that."""
+        """Keep the process running whenever it is this controller's turn. Returns when the job has ended and its data
+        were sent, by this controller's process or by that of another controller whose turn it is."""
         retry = FIRST_RETRY_S
         while True:
             while not self._is_mine():
@@ -108,7 +120,8 @@ class TrackerProcess:
             await self._clock.sleep(retry)
 
     async def _live(self, heard: _Heard) -> int:
-        """Run one process from start to end. Returns its exit code, negative for a signal."""
+        """Start the process, watch it and wait for its end. Returns its exit code, negative for a signal; 1 if it could
+        not start."""
         job = self._job()
         folder = tracker_folder(Path(job.run_dir), self._tracker.name)
         try:
@@ -150,7 +163,11 @@ class TrackerProcess:
         )
 
     async def _watch(self, process: asyncio.subprocess.Process, heard: _Heard) -> None:
-        """Watch the process until it ends, until this controller is no longer responsible, or until it stalls; then kill it."""
+        """Watch the process until it exits, until it is another controller's turn, or until the time for the end of the
+        job is over.
+
+        Kills a process that makes no progress. Wakes the process when the metrics file has new lines.
+        """
         assert process.stdin is not None
         ended_at: float | None = None
         waiting = asyncio.create_task(process.wait())
@@ -184,6 +201,7 @@ class TrackerProcess:
         return now - heard.moved > self._patience.stall_s
 
     async def _listen(self, process: asyncio.subprocess.Process, heard: _Heard) -> None:
+        """Read the messages of the process (JSON lines on its standard output) into `heard`."""
         assert process.stdout is not None
         while line := await process.stdout.readline():
             try:
@@ -196,6 +214,8 @@ class TrackerProcess:
             heard.error = str(said.get("error", heard.error))
 
     async def _let_go(self, process: asyncio.subprocess.Process) -> None:
+        """Close the input of the process, so that it sends the remaining data and exits; kill it after `LET_GO_S`
+        seconds."""
         assert process.stdin is not None
         process.stdin.close()
         try:
@@ -237,7 +257,8 @@ def _open_log(folder: Path) -> BinaryIO:
 
 
 def _bound(output: Path) -> None:
-    """Truncate a too long output to its end, so that the output of a package does not fill the disk of the run."""
+    """If the log file `output` exceeds `MOST_OUTPUT` bytes, keep only its end, so that a tracker's package cannot fill
+    the disk of the run."""
     with contextlib.suppress(OSError):
         if output.stat().st_size <= MOST_OUTPUT:
             return

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 MOST_AT_ONCE = 8
 ANSWER_S = 10.0
+"""Timeout of a request in seconds."""
+
 UID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 MOST_DIGITS = 18
 
@@ -45,10 +47,12 @@ SAFE = [
 
 Answer = Tree | list[Tree]
 Who = Callable[["WSGIEnvironment"], Caller]
+"""Identifies the caller of a request."""
 
 
 class PageApp:
-    """A WSGI application. `loop`: the event loop of `shown`."""
+    """The WSGI application of the page. `shown`: builds the JSON, in the event loop `loop` of the daemon. `who`:
+    identifies the caller of a request."""
 
     def __init__(
         self, shown: PageContent, loop: asyncio.AbstractEventLoop, who: Who = lambda environ: NOBODY_IS_TOLD_APART
@@ -59,7 +63,7 @@ class PageApp:
         self._turns = threading.BoundedSemaphore(MOST_AT_ONCE)
 
     def __call__(self, environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
-        """See PEP 3333."""
+        """Handle one HTTP request (PEP 3333)."""
         path = environ["PATH_INFO"]
         if path == "/":
             text, policy = load_page()
@@ -80,6 +84,7 @@ class PageApp:
         return _answer(start_response, status, tree)
 
     def _question(self, path: str, query: str) -> Callable[[], Coroutine[Any, Any, Answer]] | None:
+        """The method of `PageContent` that answers a path; None for an unknown path."""
         if path == "/page/jobs":
             return self._shown.cluster
         if path == "/targets":
@@ -94,6 +99,7 @@ class PageApp:
         return None
 
     def _ask(self, question: Callable[[], Coroutine[Any, Any, Answer]], caller: Caller) -> tuple[str, Answer]:
+        """Run `question` in the daemon's event loop on behalf of `caller`; return the HTTP status and the JSON."""
         answering = _for(caller, question)
         try:
             asked = asyncio.run_coroutine_threadsafe(answering, self._loop)
@@ -134,7 +140,7 @@ def _answer(start_response: StartResponse, status: str, tree: Answer) -> Iterabl
 
 @functools.cache
 def load_page() -> tuple[bytes, tuple[str, str]]:
-    """The page, and the header with its content security policy."""
+    """The bytes of `page.html`, and the HTTP header with its content security policy."""
     text = resources.files("controllers.web").joinpath("page.html").read_text(encoding="utf-8")
     return text.encode(), ("Content-Security-Policy", content_security_policy(text))
 

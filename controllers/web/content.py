@@ -41,12 +41,13 @@ if TYPE_CHECKING:
     from controllers.job.runner import JobRunner
 
 CURVES_MOST_BYTES = 4 << 20
-"""Bytes read from the end of the file."""
+"""Maximum bytes that are read from the end of `metrics.jsonl`."""
 
 MOST_POINTS = 400
+"""Maximum number of points of one curve."""
 
 EVALUATED = {"accuracy": "accuracy", "held_out_reward": "reward"}
-"""Curves of evaluations, and their metric names in `metrics.jsonl`."""
+"""Curves that come from evaluations and not from steps, with their metric names in `metrics.jsonl`."""
 
 NAMES = (
     "reward",
@@ -71,7 +72,7 @@ NAMES = (
 )
 
 TIMELINES_MOST_BYTES = 512 << 10
-"""Bytes read from the end of a node's slot accounting."""
+"""Maximum bytes that are read from the end of a node's slot accounting."""
 
 MOST_STEPS, MOST_LINES = 8, 128
 """Maximum number of steps per node, and of lines of all nodes together. With many nodes, fewer steps are drawn."""
@@ -82,8 +83,10 @@ MOST_SLOTS = 256
 """Maximum number of rows of the timeline over all nodes."""
 
 MOST_RUNS = 16
+"""Maximum number of runs in a cache."""
 
 TURN_S = 1.0
+"""Seconds that a request waits for another one to finish reading a file."""
 
 T = TypeVar("T")
 
@@ -102,7 +105,8 @@ Tree = dict[str, Any]
 
 @dataclass
 class Curves:
-    """Points `(step, value)` by curve, ascending. `newest`: the last step; `partial`: earlier steps were not read."""
+    """The learning curves of a run. `points`: (step, value) by name of the curve, ascending. `newest`: the last step;
+    `partial`: whether early steps are missing, because only the end of the file was read."""
 
     points: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
     newest: int = 0
@@ -123,7 +127,7 @@ def read_curves(run_dir: Path, most_bytes: int = CURVES_MOST_BYTES) -> Curves:
 
 
 def curves_stamp(run_dir: Path) -> object:
-    """A value that changes when the file has new content; None without a file. Raises OSError."""
+    """A value that changes when `metrics.jsonl` has new content: its size; None if there is no file. Raises OSError."""
     try:
         return (run_dir / METRICS_FILE).stat().st_size
     except FileNotFoundError:
@@ -131,7 +135,8 @@ def curves_stamp(run_dir: Path) -> object:
 
 
 def build_curves(lines: Iterable[Line], *, partial: bool = False) -> Curves:
-    """Build the curves from the lines of a metrics file."""
+    """Build the curves from the lines of a metrics file, without steps that a rollback discarded. `partial`: whether
+    early lines are missing."""
     steps: dict[int, dict[str, float]] = {}
     evals: dict[int, dict[str, float]] = {}
     for line in lines:
@@ -166,7 +171,8 @@ def thin_points(points: Sequence[tuple[int, float]], most: int = MOST_POINTS) ->
 
 @dataclass
 class TimelineRow:
-    """The spans of a slot: (begin, end, state), in seconds since the epoch. An empty state is unknown."""
+    """The timeline of one slot. `spans`: (begin, end, state), in seconds since the epoch by the clock of its node; an
+    empty state is unknown."""
 
     node: str
     slot: str
@@ -198,11 +204,12 @@ def read_timelines(run_dir: Path) -> SlotTimelines:
 
 
 def timelines_stamp(run_dir: Path) -> object:
-    """A value that changes when the files have new content. Raises OSError."""
+    """A value that changes when the slot accounting of a run has new content: the sizes of its files. Raises OSError."""
     return [(path.name, path.stat().st_size) for path in sorted((run_dir / FOLDER).glob("*.jsonl"))[:MOST_NODES]]
 
 
 def _newest(path: Path, steps: int) -> Iterator[AccountLine]:
+    """Read the slot accounting of the newest `steps` steps from the file of one node."""
     with path.open("rb") as file:
         file.seek(max(file.seek(0, os.SEEK_END) - TIMELINES_MOST_BYTES, 0))
         texts = file.read(TIMELINES_MOST_BYTES).decode(errors="replace").splitlines()
@@ -210,6 +217,7 @@ def _newest(path: Path, steps: int) -> Iterator[AccountLine]:
 
 
 def _add(found: SlotTimelines, lines: list[AccountLine]) -> None:
+    """Add the rows of one node to `found`, up to `MOST_SLOTS` rows in all."""
     rows: dict[str, TimelineRow] = {}
     for line in lines:
         began = line.book.began
@@ -224,8 +232,11 @@ def _add(found: SlotTimelines, lines: list[AccountLine]) -> None:
 
 
 class FileCache(Generic[T]):
-    """Caches file contents of the most recently viewed runs. `read` is called again when `stamp` changes. Raises their errors, and TimeoutError
-    (an OSError)."""
+    """Caches what `read` returns for the most recently viewed run folders.
+
+    `stamp`: returns a value that changes when the files have new content; then `read` is called again. Their errors
+    pass through.
+    """
 
     def __init__(self, stamp: Callable[[Path], object], read: Callable[[Path], T]) -> None:
         self._stamp = stamp
@@ -234,7 +245,8 @@ class FileCache(Generic[T]):
         self._turn = threading.Lock()
 
     def of(self, run_dir: Path) -> T:
-        """The content for a run folder."""
+        """Return the content for a run folder. Raises TimeoutError (an OSError) if an earlier read does not finish in
+        `TURN_S` seconds."""
         if not self._turn.acquire(timeout=TURN_S):
             raise TimeoutError(f"{run_dir} was not read: an earlier read has not finished; the disk may hang")
         try:
@@ -251,7 +263,11 @@ class FileCache(Generic[T]):
 
 
 class PageContent:
-    """The content of the page from one controller. Raises NotFound, StoreUnavailable."""
+    """Builds the JSON of the page on one controller. `runner`: returns the runner of a job that this controller serves,
+    else None.
+
+    Methods raise NotFound and StoreUnavailable.
+    """
 
     def __init__(self, node: str, jobs: StoreReader, runner: Callable[[str], JobRunner | None], clock: Clock) -> None:
         self._node = node
@@ -314,7 +330,7 @@ class PageContent:
         }
 
     async def _standing(self, message: pb.Job) -> pb.Job:
-        """The job with its slots and its position in the queue."""
+        """Add the job's slots and its position in the queue to its message."""
         await add_queue_positions(self._jobs, [message], await self._jobs.shares())
         return message
 
@@ -328,6 +344,8 @@ class PageContent:
         return found.tree()
 
     async def _mirror(self, uid: str) -> JobMirror:
+        """The records of a job, from its runner or else from the store. Raises NotFound if the caller may not see the
+        job."""
         runner = self._runner(uid)
         known = runner is not None and runner.mirror.job is not None and runner.mirror.status is not None
         mirror = runner.mirror if runner is not None and known else await self._jobs.mirror(uid)
@@ -355,7 +373,10 @@ class PageContent:
 
 
 def reachable_address(listens: str, address: str) -> str:
-    """The address under which others reach `listens`. If it listens on all addresses, use the host of the daemon's `address`."""
+    """The address under which other machines reach a server that listens on `listens` (host:port).
+
+    If it listens on all addresses, use the host of the daemon's `address`.
+    """
     host, _, port = listens.rpartition(":")
     return f"{address.rpartition(':')[0]}:{port}" if host.strip("[]") in EVERY_ADDRESS else listens
 
