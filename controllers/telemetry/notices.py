@@ -1,11 +1,13 @@
-"""Wait reports, warnings and plug-in errors of a job. Each becomes an event.
+"""Wait reports (what a job waits for, and since when), warnings and plug-in errors of a job. Warnings and errors become
+events.
 
-`WaitReporter` publishes wait reports as metrics, and as a warning if a wait lasts too long. The reconciler calls it in each cycle;
-`report_waits` runs it while the node prepares the job and has no reconciler yet. Wait reports are computed once a second, because only people
-read them and the reconciler runs many cycles a second. `controllers.rules.waits` decides which waits exist and which are reported.
+`WaitReporter` publishes wait reports as metrics, and as a warning if a wait lasts too long. The reconciler calls it in
+each cycle; `report_waits` runs it while the node prepares the job and has no reconciler yet. Wait reports are computed
+once a second, because only people read them and the reconciler runs many cycles a second. `controllers.rules.waits`
+decides which waits exist and which are reported.
 
-`LiveJob` is the job as the reporter and the reconciler see it. `WarningLog` and `PluginErrorLog` write warnings and errors to the store.
-Reactions to them are decided elsewhere.
+`LiveJob` is the job as the reporter and the reconciler see it. `WarningLog` and `PluginErrorLog` write warnings and
+errors to the store. Reactions to them are decided elsewhere.
 """
 
 from __future__ import annotations
@@ -39,6 +41,7 @@ MOST_WAITING = 64
 """Maximum number of warnings that wait for the store: the newest."""
 
 LOOK_S = 1.0
+"""Seconds between two computations of the wait reports."""
 
 MOST_FAULTS = 16
 """Maximum number of plug-in errors of one job from one controller, so that ever-different errors do not fill the store."""
@@ -55,19 +58,23 @@ class WaitReporter:
         self._metrics = metrics
         self._clock = clock
         self._told: set[str] = set()
-        """Current waits without progress that were already reported."""
+        """Current waits (their `stall` keys, which change with progress) that were already reported as a warning."""
         self._waiting: tuple[Wait, ...] = ()
         self._looked = -LOOK_S
         """When the waits were last computed, by the monotonic clock."""
 
     async def run(self) -> None:
-        """Report until cancelled, for a job without a reconciler."""
+        """Compute and publish the waits once a second until cancelled; for a job that has no reconciler to call `look`."""
         while True:
             self.look(self._job.look(), (), self._clock.monotonic())
             await self._clock.sleep(LOOK_S)
 
     def look(self, view: JobView, others: Iterable[str], now: float) -> None:
-        """Update the start times of the waits and of the conditions in `others`; once a second, publish the waits."""
+        """Update since when each wait lasts; once a second, compute and publish the waits.
+
+        `others`: the conditions of all actions that the reconciler would take now; it needs their start times. `now`:
+        monotonic seconds.
+        """
         due = now >= self._looked + LOOK_S
         if due:
             self._looked, self._waiting = now, tuple(current_waits(view))
@@ -79,6 +86,7 @@ class WaitReporter:
             self._tell(view, waiting, now)
 
     def _tell(self, view: JobView, waiting: Sequence[Wait], now: float) -> None:
+        """Post a warning for each wait that has lasted too long, once until it makes progress or ends."""
         due = {wait.stall: wait for wait in overdue_waits(view, waiting, self._job.waits, now)}
         for stall, wait in due.items():
             if stall not in self._told:
@@ -104,7 +112,8 @@ async def report_waits(job: LiveJob, metrics: Metrics, clock: Clock) -> AsyncIte
 
 
 class LiveJob:
-    """A job as this controller sees it: records, view, wait timers and warnings."""
+    """A job as this controller sees it: its records (`mirror`), the view that decisions use, start times of waits, and
+    the log of its warnings."""
 
     def __init__(
         self,
@@ -117,7 +126,12 @@ class LiveJob:
         warnings: WarningLog,
         waits: Timers,
     ) -> None:
-        """`node`, `me`: this node and this incarnation. `mirror`: returns the newest known records of the job."""
+        """`node`, `me`: names of this node and of this incarnation of its controller. `changes`: notified at each
+        change of the job.
+
+        `mirror`: returns the newest known records of the job. `make_view`: computes the view. `waits`: initial start
+        times.
+        """
         self.uid, self.node, self.me, self.changes = uid, node, me, changes
         self.warnings, self.waits = warnings, waits
         self._mirror = mirror
@@ -130,13 +144,13 @@ class LiveJob:
         return self._mirror()
 
     def look(self) -> JobView:
-        """The current view, computed once for each change."""
+        """The current view; computed only if something changed since the last call."""
         if self._view is None or self._view[0] != self.changes.count:
             self._view = (self.changes.count, self._make_view())
         return self._view[1]
 
     def look_anew(self) -> None:
-        """Discard the cached view after a change that is in no record."""
+        """Discard the cached view, after a change of local state that `changes` does not count."""
         self._view = None
 
 

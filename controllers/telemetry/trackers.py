@@ -163,8 +163,8 @@ class TrackerProcess:
         )
 
     async def _watch(self, process: asyncio.subprocess.Process, heard: _Heard) -> None:
-        """Watch the process until it exits, until it is another controller's turn, or until the time for the end of the
-        job is over.
+        """Watch the process until it exits, until it is another controller's turn, or until `TrackerTimeouts.end_s`
+        after the end of the job.
 
         Kills a process that makes no progress. Wakes the process when the metrics file has new lines.
         """

@@ -1,7 +1,8 @@
-"""The client of the job API. It calls whichever controller answers.
+"""Python clients of the job API of a cluster. They call any controller that answers.
 
-`Client` and `AsyncClient` (exported by `gcore`) are for scripts and notebooks. `JobsClient` has the API's own messages; the command line and the
-other clients use it. Names are imported at first use, because importing gRPC is slow and most commands do not need it.
+`Client` and `AsyncClient` (exported by `gcore`) are for scripts and notebooks. `JobsClient` returns the API's protobuf
+messages; the command line and the other clients use it. Names are imported at first use, because importing gRPC is slow
+and most commands do not need it.
 """
 
 from __future__ import annotations

@@ -26,6 +26,7 @@ from gcore.errors import GcoreError, NotAllowed, StoreUnavailable, Unreachable, 
 from gcore.system.clock import Clock
 
 NO_ANSWER = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED})
+"""Status codes after which the client tries another controller."""
 
 WRONG_REQUEST = frozenset(
     {
@@ -40,7 +41,7 @@ WRONG_REQUEST = frozenset(
 NOT_ALLOWED = frozenset({grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED})
 
 FINAL = WRONG_REQUEST | NOT_ALLOWED
-"""Status codes that every controller would return."""
+"""Status codes of a rejection that every controller would repeat, so the client does not try another one."""
 
 NOTHING_THERE = "nothing listens there"
 
@@ -51,11 +52,11 @@ HANDSHAKES = {
     "WRONG_VERSION_NUMBER": "the server there does not use TLS",
     "Socket closed": "the server there closes every connection: it needs TLS, or a valid certificate from its authority",
 }
-"""Explanations of connection failures, by gRPC's error text."""
+"""Explanations of connection failures, by a part of gRPC's error text."""
 
 
 def status_text(error: grpc.aio.AioRpcError) -> str:
-    """Return the error's details on one line, without gRPC internals."""
+    """Return the reason of a failed call as one line for users, without gRPC internals."""
     if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
         return "no answer in time"
     details = " ".join((error.details() or error.code().name).split())
@@ -65,7 +66,10 @@ def status_text(error: grpc.aio.AioRpcError) -> str:
 
 
 def explain_refusal(error: grpc.aio.AioRpcError, address: str, what: str) -> GcoreError:
-    """Return the error for a controller's rejection. Its details are already a sentence for users."""
+    """Convert a controller's rejection into an error of `gcore.errors`, with the API's structured reason.
+
+    `what`: verb phrase of the call, such as "list the jobs", for the message.
+    """
     found = _kind(error, address, what)
     found.refusal = parse_refusal(error)
     return found
@@ -128,7 +132,7 @@ def job_state_name(state: int) -> str:
 T = TypeVar("T")
 
 ApiCall = Callable[[Any, float], Awaitable[T]]
-"""A call with a stub and a timeout in seconds."""
+"""One API call: a coroutine function of a gRPC stub and a timeout in seconds."""
 
 CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", MAX_ANSWER_BYTES),
@@ -140,11 +144,15 @@ CHANNEL_OPTIONS = (
 
 
 class ControllerSilent(Exception):
-    """A controller stopped answering."""
+    """Raised inside the client when a controller stops answering; the client then tries another one."""
 
 
 class ApiCalls:
-    """Connections to one or more addresses (host:port). Use it as an async context manager."""
+    """Makes API calls to the controllers at one or more addresses (host:port), one after the other until one answers.
+
+    Base class of the clients. Use it as an async context manager. `owner_key`: shows that the caller owns a local
+    cluster; else empty.
+    """
 
     def __init__(
         self,
@@ -165,7 +173,7 @@ class ApiCalls:
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._current = 0
         self._heard = clock.monotonic()
-        """When a controller last answered."""
+        """When a controller last answered, in monotonic seconds."""
 
     async def __aenter__(self) -> Self:
         return self
@@ -184,9 +192,11 @@ class ApiCalls:
         return await self._health(address) == int(health_pb2.HealthCheckResponse.SERVING)
 
     async def _anywhere(self, what: str, call: ApiCall[T], *, timeout_s: float | None = None) -> T:
-        """Call one controller after another until one answers.
+        """Call one controller after another until one answers, each at most once.
 
-        After one round, raises StoreUnavailable if a controller reported that it cannot answer, otherwise Unreachable.
+        `what`: verb phrase of the call for error messages. `timeout_s`: for a long call, which is abandoned earlier
+        only if the controller fails health checks; None: `WaitPolicy.call_s`. If no controller answers, raises
+        StoreUnavailable if one of them reported that it cannot reach the store, otherwise Unreachable.
         """
         reasons, told = [], ""
         for _ in self.addresses:
@@ -214,13 +224,15 @@ class ApiCalls:
         raise self._nobody(f"cannot {what}: {reasons[-1]}")
 
     async def _said_so(self, error: grpc.aio.AioRpcError, address: str) -> bool:
-        """Return whether the controller itself answered UNAVAILABLE, because it cannot reach its store, and not the network."""
+        """Return whether UNAVAILABLE came from the controller itself, which cannot reach its store, and not from the
+        network."""
         if error.code() is not grpc.StatusCode.UNAVAILABLE or status_text(error) == NOTHING_THERE:
             return False
         return await self._health(address) is not None
 
     async def _while_there(self, call: ApiCall[T], address: str, timeout_s: float) -> T:
-        """Return the result of a long call as long as the controller answers health checks. Raises ControllerSilent."""
+        """Make a long call and return its result. Raises ControllerSilent if the controller stops answering health
+        checks meanwhile."""
         asked = asyncio.ensure_future(call(self._stub(address), timeout_s))
         try:
             while not (await asyncio.wait({asked}, timeout=self._patience.call_s))[0]:
@@ -247,6 +259,7 @@ class ApiCalls:
             self._current = (self._current + 1) % len(self.addresses)
 
     def _nobody(self, what: str) -> Unreachable:
+        """Create the error for calls that no controller answered."""
         return Unreachable(
             what,
             where=", ".join(self.addresses),
@@ -264,7 +277,12 @@ class ApiCalls:
 
 
 def find_cluster(address: str | Sequence[str] | None, home: Path, env: Mapping[str, str]) -> ClusterAddress:
-    """Find the cluster to use. Raises UsageError; raises Unreachable if none is known."""
+    """Choose the cluster: the controllers at `address`, the named context, the local cluster in `home`, or the current
+    context.
+
+    `env`: environment variables, which may name addresses and context. Raises UsageError; raises Unreachable if no
+    cluster is known.
+    """
     if address is not None:
         given = address.split(",") if isinstance(address, str) else address
         return choose_cluster(env, tuple(one.strip() for one in given))

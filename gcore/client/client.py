@@ -116,13 +116,14 @@ class AsyncClient:
         return parse_job(await self.jobs.create_job(spec_json, request_id=name, mode=mode))
 
     async def get(self, job: JobRef) -> Job:
-        """Return the current state of a job."""
+        """Return a job as it is now."""
         return parse_job(await self.jobs.get_job(_name(job)))
 
     async def list(
         self, *, states: Iterable[str] = (), namespace: str = "", name_prefix: str = "", limit: int | None = None
     ) -> Listing[Job]:
-        """Return the jobs that the caller may see, newest first."""
+        """Return the jobs that the caller may see, newest first. `states`: only these, such as "RUNNING"; `limit`: at
+        most this many."""
         numbers = []
         for state in states:
             if (word := f"JOB_STATE_{state.upper()}") not in pb.JobState.keys():  # noqa: SIM118 - no mapping
@@ -170,7 +171,10 @@ class AsyncClient:
     async def events(
         self, job: JobRef, *, after: int = 0, newest: int = 0, follow: bool = True
     ) -> AsyncGenerator[JobEvent, None]:
-        """Yield each event of a job once, until the job has ended; without `follow` only past events."""
+        """Yield each event of a job once, in order, until the job has ended; without `follow` only past events.
+
+        `after`: only events with a higher sequence number. `newest`: only this many of the past events; 0: all.
+        """
         async with aclosing(self.jobs.follow(_name(job), after=after, newest=newest, follow=follow)) as events:
             async for event in events:
                 yield event
@@ -178,7 +182,11 @@ class AsyncClient:
     async def metrics(
         self, job: JobRef, *, after_step: int = 0, names: Sequence[str] = (), follow: bool = False
     ) -> AsyncGenerator[StepMetrics, None]:
-        """Yield the metrics of each step in log order."""
+        """Yield the metrics of each step after `after_step`, in the order of commits; with `follow` until the job has
+        ended.
+
+        After a rollback, steps appear again with a higher lineage. `names`: only these metrics; empty: all.
+        """
         stream = self.jobs.follow_metrics(_name(job), after_step=after_step, names=names, follow=follow)
         async with aclosing(stream) as steps:
             async for one in steps:
@@ -196,7 +204,11 @@ class AsyncClient:
         previous: bool = False,
         follow: bool = False,
     ) -> AsyncGenerator[LogLine, None]:
-        """Yield lines from the logs of a job's workers."""
+        """Yield lines from the logs of a job's workers (engines and train ranks).
+
+        `role`, `rank`, `node`: only of these workers. `since`: only newer lines, in seconds since the epoch. `tail`:
+        only the last lines of each worker; 0: all. `previous`: workers that have exited.
+        """
         request = pb.StreamLogsRequest(
             job=_name(job), role=role, rank=rank, node=node, since=since, tail=tail, previous=previous, follow=follow
         )
@@ -205,7 +217,8 @@ class AsyncClient:
                 yield parse_line(line)
 
     async def shards(self, job: JobRef) -> Listing[Shard]:
-        """Return the shards with their controllers and positions."""
+        """Return the shards of the job's prompt stream: which node generates for each, and its first prompt without an
+        outcome."""
         found = await self.jobs.list_shards(_name(job))
         return Listing(Shard(one.shard, one.node, one.data_epoch, one.seq, one.length, one.ahead) for one in found)
 
@@ -220,18 +233,22 @@ class AsyncClient:
     async def usage(
         self, *, by: Sequence[str] = ("namespace",), since: float = 0.0, until: float = 0.0, namespace: str = ""
     ) -> Listing[Usage]:
-        """Return slot hours by namespace, job, owner or pool."""
+        """Return the slot-hours that jobs held and used, grouped by the keys `by`: namespace, job, owner or pool.
+
+        `since`, `until`: seconds since the epoch; 0: no limit.
+        """
         found = await self.jobs.get_usage(by=by, since=since, until=until, namespace=namespace)
         return Listing(Usage(dict(one.by), one.slot_seconds / HOUR_S, one.busy_seconds / HOUR_S) for one in found)
 
     async def samples(
         self, job: JobRef, *, step: int | None = None, source: str = "", limit: int = 0
     ) -> Sequence[pb.SampleGroup]:
-        """Return the kept samples of a training step."""
+        """Return the stored samples (prompts with responses and rewards) of `step`; None: of the newest step that has
+        some. `limit`: prompts; 0: all."""
         return await self.jobs.get_samples(_name(job), step=step, source=source, limit=limit)
 
     async def audit(self, job: JobRef) -> pb.AuditReport:
-        """Audit a job: recompute its records and compare."""
+        """Audit a job: compare its log with the receipts of the train ranks (what each rank trained)."""
         return await self.jobs.audit_job(_name(job))
 
     async def checkpoints(self, job: JobRef) -> Sequence[pb.CheckpointInfo]:
@@ -239,7 +256,8 @@ class AsyncClient:
         return (await self.jobs.list_checkpoints(_name(job))).checkpoints
 
     async def books(self, job: JobRef, *, step: int | None = None) -> Sequence[pb.BookOfNode]:
-        """Return the slot accounting of a step, per node; without `step`, of the newest steps."""
+        """Return the slot accounting of a step (what each slot spent its time on), per node; without `step`, of the
+        newest steps."""
         return await self.jobs.get_books(_name(job), step)
 
     async def placement(self, job: JobRef) -> pb.PlacementReply:
@@ -255,7 +273,7 @@ class AsyncClient:
         return await self.jobs.get_quotas()
 
     async def set_quota(self, namespace: str, slots: int | None) -> Sequence[pb.Quota]:
-        """Set a namespace's quota; None removes it."""
+        """Set the maximum number of slots for all jobs of a namespace together; None removes it. Returns all quotas."""
         return await self.jobs.set_quota(namespace, slots)
 
 
@@ -266,7 +284,7 @@ def _name(job: JobRef) -> str:
 def blocking(
     verb: Callable[Concatenate[AsyncClient, P], Coroutine[Any, Any, T]],
 ) -> Callable[Concatenate[Client, P], T]:
-    """Make the blocking method of `Client` for an `AsyncClient` method."""
+    """Create the method of `Client` that runs an `AsyncClient` method and waits for its result."""
 
     @functools.wraps(verb)
     def call(client: Client, /, *args: P.args, **options: P.kwargs) -> T:
@@ -279,7 +297,8 @@ def blocking(
 def streaming(
     verb: Callable[Concatenate[AsyncClient, P], AsyncGenerator[T, None]],
 ) -> Callable[Concatenate[Client, P], Generator[T, None, None]]:
-    """Make the blocking iterator of `Client` for an `AsyncClient` stream. Closing the iterator early closes the stream."""
+    """Create the method of `Client` that reads an `AsyncClient` stream as a blocking iterator. Closing the iterator
+    early closes the stream."""
 
     @functools.wraps(verb)
     def call(client: Client, /, *args: P.args, **options: P.kwargs) -> Generator[T, None, None]:

@@ -56,12 +56,15 @@ class Contexts(Section):
 
 @dataclass(frozen=True, slots=True)
 class ClusterAddress:
-    """Addresses of a cluster and how to connect. `addresses` is empty if neither arguments nor a context name any."""
+    """Addresses of a cluster, and how to connect. `addresses` is empty if neither the caller nor a context gives any.
+
+    `connector`: opens channels with the certificates and the token of the context.
+    """
 
     addresses: tuple[str, ...]
     connector: Connector = field(repr=False, default=PLAIN)
     owner_key: str = field(repr=False, default="")
-    """Of a local cluster: shows that the caller owns it (`gcore.config.local_cluster`)."""
+    """Secret of a local cluster, which proves that the caller owns it (`gcore.config.local_cluster`); else empty."""
 
 
 def contexts_file(env: Mapping[str, str]) -> Path:
@@ -73,7 +76,8 @@ def contexts_file(env: Mapping[str, str]) -> Path:
 
 
 def load_contexts(file: Path) -> Contexts:
-    """Read the file; empty if it does not exist. Raises UsageError."""
+    """Read the contexts file; no contexts if it does not exist. Raises UsageError if it is invalid, or if others may
+    read a token in it."""
     try:
         with file.open("rb") as opened:
             raw = opened.read(MAX_BYTES + 1)
@@ -126,8 +130,11 @@ def save_contexts(file: Path, contexts: Contexts) -> None:
 def choose_cluster(
     env: Mapping[str, str], addresses: tuple[str, ...] = (), *, local: bool = False, known: Contexts | None = None
 ) -> ClusterAddress:
-    """Return the cluster to use. `addresses`: given explicitly. `local`: whether a local cluster is up, which has precedence over the current
-    context. `known`: the file's content, if already read. Raises UsageError.
+    """Choose addresses and credentials from the context and environment variables.
+
+    `addresses`: given by the user; empty: use those of the context. `local`: whether a local cluster is running, which
+    has precedence over the current context, but not over a context that the user names. `known`: the contexts, if
+    already read. Raises UsageError.
     """
     file = contexts_file(env)
     asked = env.get(CONTEXT) or None
@@ -156,6 +163,9 @@ def find_context(known: Contexts, name: str, file: Path) -> Context:
 
 
 def _connector(chosen: Context | None, token: str, ca: str | None, base: Path) -> Connector:
+    """Create the connector from a context and from `token` and `ca` of the environment, which have precedence. `base`:
+    folder of relative paths."""
+
     def whole(path: str | None) -> Path | None:
         return None if path is None else base / Path(path).expanduser()
 

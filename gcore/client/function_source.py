@@ -1,10 +1,13 @@
-"""The source of a function with what it needs, as a module: how a function of a notebook cell reaches the processes of a cluster.
+"""Writes a function and everything that it needs as the source of a module, so that a reward function of a notebook can
+run in the processes of a cluster.
 
-The module has the imports, constants, functions and classes that the function names, with the values that they have now. Definitions of
-notebook cells and of files that are not installed are copied; what a process in another folder can import is imported. Constants of an
-enclosing function become arguments of a factory. A function that refers to a live object (an open file, a model, a lock) is refused.
+The module contains the imports, constants, functions and classes that the function refers to, with their present
+values. Definitions in notebook cells and in files that are not installed are copied; everything that a process in
+another folder can import is imported. Variables of an enclosing function become arguments of a factory function. A
+function that refers to a live object (an open file, a model, a lock) is refused.
 
-The source is that of the loaded function: its code is compared with the compiled text, so a file that was edited after its import is refused.
+The text must be that of the loaded function: its bytecode is compared with the compiled text, so a file that was edited
+after its import is refused.
 """
 
 from __future__ import annotations
@@ -36,14 +39,15 @@ from gcore.plugins import MOST_FILE_BYTES
 CONSTANTS = (bool, int, str, bytes, type(None), type(...))
 COLLECTIONS = (list, tuple, set, frozenset, dict)
 OF_A_MODULE = frozenset({"__name__", "__builtins__", "__spec__", "__loader__", "__package__", "__doc__"})
-"""Globals that each module has of its own."""
+"""Globals that every module has; they are not copied."""
 
 Definition = FunctionType | type
 Node = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda
 
 
 def function_source(function: Callable[..., Any]) -> str:
-    """A module that defines `function` under `function_name(function)`. Raises UsageError, a sentence about what cannot be copied."""
+    """Return the source of a module that defines `function` as `function_name(function)`. Raises UsageError if
+    something that it needs cannot be copied, or if the source is too long."""
     check_is_function(function)
     module = _Module()
     name = function_name(function)
@@ -57,13 +61,14 @@ def function_source(function: Callable[..., Any]) -> str:
 
 
 def function_name(function: Callable[..., Any]) -> str:
-    """The name of a function in its module; "reward" for a lambda and for a name with other than ASCII characters."""
+    """The name of a function in the written module; "reward" for a lambda and for a name with non-ASCII characters."""
     name = str(getattr(function, "__name__", "reward"))
     return name if name.isidentifier() and name.isascii() else "reward"
 
 
 def check_is_function(function: Callable[..., Any]) -> None:
-    """Check that it is a plain Python function, decorated or not. Raises UsageError."""
+    """Check that `function` is a plain Python function, decorated or not. Raises UsageError for a class, a method or
+    another object."""
     found = _innermost(function)
     fix = "Define a function with `def` that calls it"
     if isinstance(function, type):
@@ -79,21 +84,22 @@ def check_is_function(function: Callable[..., Any]) -> None:
 
 
 class _Module:
-    """The module under construction. Statements are in an order in which each can run."""
+    """The module under construction. A statement is written after the definitions that it refers to, so that the module
+    can be imported."""
 
     def __init__(self) -> None:
         self._values: dict[str, Any] = {}
-        """What each global name means."""
+        """The object that each global name of the module stands for."""
         self._imports: list[str] = []
         self._statements: list[tuple[str, str]] = []
         self._names: dict[int, str] = {}
         """Names of copied functions and classes, by identity."""
         self._pending: list[str] = []
-        """Definitions that are not written yet, because what they need comes first."""
+        """Names of definitions that are not written yet, because the definitions that they need are written first."""
         self._deferred: list[tuple[frozenset[str], str, str]] = []
-        """Statements that refer to pending definitions: the definitions, the name, the text."""
+        """Assignments that wait for pending definitions: names of these definitions, the assigned name, the text."""
         self._referred: set[str] = set()
-        """Names that the expression under construction refers to."""
+        """Global names in the expression that is being written."""
 
     def text(self) -> str:
         """The source of the module."""
@@ -102,11 +108,15 @@ class _Module:
         return "\n\n".join(part for part in parts if part) + "\n"
 
     def longest(self) -> str:
-        """The name with the longest text."""
+        """The name whose statement has the longest text, for the message that the module is too long."""
         return max(self._statements, key=lambda one: len(one[1]))[0]
 
     def bind(self, name: str, value: Any, user: str) -> None:
-        """Let the global `name` mean `value`. `user`: the function that needs it, for messages."""
+        """Make the global `name` stand for `value`: by an import, a copied definition or an assignment.
+
+        `user`: the function that uses the name, for messages. Raises UsageError if the name already stands for another
+        object.
+        """
         if name in self._values:
             if not _is_same(self._values[name], value):
                 what = f"{name!r} has two meanings among the functions that {user!r} uses"
@@ -133,6 +143,7 @@ class _Module:
             self._assign(name, expression, referred)
 
     def _add_import(self, name: str, module: ModuleType, user: str) -> None:
+        """Import a module as `name`. Raises UsageError if the processes that score cannot import it."""
         full = module.__name__
         if not _can_import(full):
             what = f"{user!r} uses the module {full!r}, which scoring processes cannot import"
@@ -149,6 +160,7 @@ class _Module:
             self._write(name, f"{name} = {expression}")
 
     def _write(self, name: str, text: str) -> None:
+        """Append a statement, then the deferred assignments that no longer wait for a definition."""
         self._statements.append((name, text))
         ready = [one for one in self._deferred if not one[0] & set(self._pending)]
         self._deferred = [one for one in self._deferred if one[0] & set(self._pending)]
@@ -156,7 +168,7 @@ class _Module:
             self._statements.append((later, statement))
 
     def define(self, name: str, value: Any) -> None:
-        """Copy a function or class under `name`, with what it needs."""
+        """Copy the definition of a function or class as `name`, after everything that it needs."""
         found = _Source.find(value)
         self._values[name] = value
         self._names[id(value)] = name
@@ -179,6 +191,7 @@ class _Module:
         self._write(name, "\n".join([text, *after]))
 
     def _need(self, used: str, found: _Source) -> None:
+        """Bind the global name `used` of a definition. Raises UsageError if it is not defined or cannot be copied."""
         if used == "get_ipython":
             what = f"{found.name!r} uses notebook magics (% or !)"
             raise UsageError(what, fix="Write it in Python, or move it into a cell of its own")
@@ -190,6 +203,7 @@ class _Module:
             raise UsageError(f"{found.name!r} uses {used!r}, which is not defined", fix="Define it before this call")
 
     def _definition_text(self, name: str, found: _Source) -> str:
+        """The text that defines `name`. Variables of an enclosing function become arguments of a factory function."""
         text = found.text(name)
         values = found.closure()
         values = {free: value for free, value in values.items() if not _is_one_of(value, found.value)}
@@ -210,7 +224,8 @@ class _Module:
         return f"def _make_{name}({', '.join(values)}):\n{text}\n{indent}return {name}\n\n{name} = _make_{name}({', '.join(given)})"
 
     def _defaults(self, found: _Source) -> Iterator[str]:
-        """Statements that give a function the defaults that it has now, where its text has other than literals."""
+        """Statements that set the defaults of a function's parameters to their present values, if its text has
+        expressions other than literals."""
         if not isinstance(found.definition, FunctionType) or not found.replaced_defaults():
             return
         function = found.definition
@@ -219,7 +234,8 @@ class _Module:
                 yield f".{attribute} = {self._expression(values, f'a default of {found.name!r} is', ())}"
 
     def _attributes(self, name: str, value: Any, found: _Source) -> Iterator[str]:
-        """Statements for attributes of a function, such as `score.start`, and for constants of a class that were changed later."""
+        """Statements that set attributes of a function, such as `score.start`, or constants of a class that were
+        changed after its definition."""
         if isinstance(value, type):
             changed = found.changed_constants()
         else:
@@ -229,7 +245,11 @@ class _Module:
             yield f"{name}.{key} = {self._expression(one, f'{name!r} has the attribute {key!r},', ())}"
 
     def _expression(self, value: Any, what: str, inside: tuple[int, ...]) -> str:
-        """An expression whose value equals `value`. Raises UsageError; its sentence starts with `what`."""
+        """Return a Python expression whose value equals `value`.
+
+        `what`: beginning of the message if that is impossible. `inside`: ids of the collections around the value, to
+        find cycles. Raises UsageError.
+        """
         if id(value) in inside:
             raise UsageError(f"{what}, which contains itself", fix="Create it inside the function")
 
@@ -264,7 +284,7 @@ class _Module:
         return f"{self._reference(made, what)}({', '.join(given)})"
 
     def _reference(self, value: Any, what: str) -> str:
-        """The global name of an object in an expression; a new one unless it has one."""
+        """Return the global name of an object for use in an expression, and bind a new name if it has none."""
         name = next((one for one, known in self._values.items() if known is value), "")
         if not name:
             own = getattr(value, "__name__", "value").replace(".", "_")
@@ -280,7 +300,11 @@ class _Module:
 
 @dataclass(frozen=True)
 class _Source:
-    """The text of a function or class. `value`: it with its decorators; `definition`: without them, `depth` decorators further in."""
+    """The source text of a function or class. `value`: the object with its decorators. `definition`: the same without
+    them; `depth`: their number.
+
+    `node`: its syntax tree. `file`, `lines`: the file or cell that defines it.
+    """
 
     value: Any
     definition: Definition
@@ -289,11 +313,11 @@ class _Source:
     file: str
     lines: tuple[str, ...]
     known: Mapping[str, Any]
-    """The globals of its module."""
+    """The global variables of its module, by name."""
 
     @classmethod
     def find(cls, value: Any) -> _Source:
-        """Find the text of what is loaded. Raises UsageError."""
+        """Find the source of a loaded function or class. Raises UsageError if it is unknown or has changed since."""
         definition, depth = value, 0
         while (inner := _wrapped(definition)) is not None:
             definition, depth = inner, depth + 1
@@ -310,11 +334,12 @@ class _Source:
 
     @property
     def name(self) -> str:
-        """The name of the definition."""
+        """The name of the function or class."""
         return self.definition.__name__
 
     def text(self, name: str) -> str:
-        """The lines of the definition under another name; an assignment for a lambda."""
+        """The text of the definition, renamed to `name`; for a lambda an assignment. Defaults that are not literals
+        become None."""
         data = [line.encode() for line in self.lines]
         spans = [(one.lineno, one.col_offset, *_end(one), b"None") for one in self._odd_defaults()]
         node = self.node
@@ -336,7 +361,7 @@ class _Source:
         return b"".join(data[first - 1 : last]).decode().rstrip()
 
     def global_names(self) -> list[str]:
-        """The global names that it reads, in order, without those in annotations."""
+        """The global names that the definition reads, in order of use, without those in annotations."""
         node: ast.stmt = ast.copy_location(_statement(self._plain_node()), self.node)
         if free := list(self.closure()):
             arguments = ast.arguments([], [ast.arg(name) for name in free], None, [], [], None, [])
@@ -345,17 +370,19 @@ class _Source:
         return list(dict.fromkeys(_names_read(compile(tree, self.file, "exec", dont_inherit=True))))
 
     def annotations(self) -> list[str]:
-        """The names in annotations of the attributes of a class, which a decorator or a base may evaluate."""
+        """The names in annotations of a class's attributes. A decorator or a base class, such as `dataclass`, may
+        evaluate them."""
         body = self.node.body if isinstance(self.node, ast.ClassDef) else []
         whole = [one.annotation for one in body if isinstance(one, ast.AnnAssign)]
         return [name.id for one in whole for name in ast.walk(one) if isinstance(name, ast.Name)]
 
     def assigned_globals(self) -> set[str]:
-        """The names that it declares `global`."""
+        """The names that the definition declares `global`."""
         return {name for one in ast.walk(self.node) if isinstance(one, ast.Global) for name in one.names}
 
     def submodules(self) -> Iterator[str]:
-        """Submodules that it reaches through a module. Importing the module need not load them."""
+        """Submodules that the definition reaches as attributes of a package, such as `concurrent.futures`. Importing
+        the package may not load them."""
         for one in ast.walk(self.node):
             names: list[str] = []
             while isinstance(one, ast.Attribute):
@@ -369,7 +396,8 @@ class _Source:
                     yield full
 
     def check_imports(self, name: str) -> None:
-        """Refuse an import inside the function that works here and not in a scoring process. Raises UsageError."""
+        """Check the imports inside the definition. Raises UsageError for one that succeeds in this process but would
+        fail in a scoring process."""
         guarded = {
             id(one) for t in ast.walk(self.node) if isinstance(t, ast.Try) for s in t.body for one in ast.walk(s)
         }
@@ -383,7 +411,7 @@ class _Source:
                     raise UsageError(what, fix="Import it above the function (`from ... import ...`), or install it")
 
     def closure(self) -> dict[str, Any]:
-        """The variables of enclosing functions that it uses, by name."""
+        """The values of the enclosing functions' variables that the definition uses, by name. Raises UsageError."""
         functions = [self.definition] if isinstance(self.definition, FunctionType) else list(_methods(self.definition))
         found: dict[str, Any] = {}
         for function in functions:
@@ -400,11 +428,11 @@ class _Source:
         return found
 
     def replaced_defaults(self) -> bool:
-        """Whether its text has defaults that are not literals."""
+        """Whether a parameter has a default that is not a literal; the written text gets None in its place."""
         return bool(self._odd_defaults())
 
     def changed_constants(self) -> dict[str, Any]:
-        """Constants in the body of a class whose value was changed after its definition."""
+        """Present values of the constants in a class body that were changed after the definition, by name."""
         assert isinstance(self.node, ast.ClassDef)
         found = {}
         for one in self.node.body:
@@ -419,13 +447,14 @@ class _Source:
         return found
 
     def _odd_defaults(self) -> list[ast.expr]:
+        """The defaults of parameters that are not literals."""
         if isinstance(self.node, ast.ClassDef):
             return []
         arguments = self.node.args
         return [one for one in (*arguments.defaults, *arguments.kw_defaults) if one is not None and not _literal(one)]
 
     def _plain_node(self) -> Node:
-        """A copy without annotations of functions and without defaults that are replaced."""
+        """A copy of the syntax tree without annotations, and with None for the defaults that are not literals."""
         text = "".join(self.lines)
         odd = {(one.lineno, one.col_offset) for one in self._odd_defaults()}
         copy = next(
@@ -438,13 +467,17 @@ class _Source:
 
 
 class _WithoutAnnotations(ast.NodeTransformer):
-    """Removes annotations, which a module with `from __future__ import annotations` does not evaluate, and the defaults at `odd`."""
+    """Removes annotations, which a module with `from __future__ import annotations` does not evaluate, and sets
+    defaults to None.
+
+    `odd`: (line, column) of these defaults.
+    """
 
     def __init__(self, odd: set[tuple[int, int]]) -> None:
         self._odd = odd
 
     def visit(self, node: ast.AST) -> Any:
-        """Visit a node."""
+        """Return the replacement of a node."""
         if isinstance(node, ast.expr) and (node.lineno, node.col_offset) in self._odd:
             return ast.copy_location(ast.Constant(None), node)
         if isinstance(node, ast.arg):
@@ -459,7 +492,8 @@ class _WithoutAnnotations(ast.NodeTransformer):
 
 
 def _names_read(code: CodeType, *, top: bool = True) -> list[str]:
-    """The global names that compiled code reads, in order. `top`: whether its own names are global."""
+    """The global names that compiled code reads, in order of use. `top`: whether it is the code of a module, whose
+    variables are global."""
     stored: set[str] = set()
     read: list[str] = []
     for one in dis.get_instructions(code):
@@ -476,7 +510,7 @@ def _names_read(code: CodeType, *, top: bool = True) -> list[str]:
 
 
 def _end(node: ast.expr | ast.stmt) -> tuple[int, int]:
-    """The last line of a parsed node, and the bytes of it that belong to the node."""
+    """Where a parsed node ends: its last line, from 1, and the byte offset in this line."""
     return node.end_lineno or node.lineno, node.end_col_offset or 0
 
 
@@ -489,7 +523,8 @@ def _own_name(node: Node) -> str:
 
 
 def _function_place(function: FunctionType) -> tuple[str, tuple[str, ...], Node]:
-    """The file, its lines and the node of a function. Raises UsageError."""
+    """Find the file, its lines and the syntax tree of a function. Raises UsageError if the source changed since it was
+    loaded."""
     code = function.__code__
     file = code.co_filename
     lines, tree = _read(file, function.__name__)
@@ -511,7 +546,11 @@ def _function_place(function: FunctionType) -> tuple[str, tuple[str, ...], Node]
 
 
 def _codes_at(whole: CodeType, node: Node, code: CodeType) -> Iterator[CodeType]:
-    """The codes within `whole` with the name and first line of `code`; of a lambda only that whose body is the body of `node`."""
+    """Yield the code objects within `whole` that may be compiled from `node`: those with the name and first line of
+    `code`.
+
+    For a lambda, the end of its body must match too, because a line may have several lambdas.
+    """
     for one in whole.co_consts:
         if not isinstance(one, CodeType):
             continue
@@ -525,6 +564,7 @@ def _codes_at(whole: CodeType, node: Node, code: CodeType) -> Iterator[CodeType]
 
 
 def _is_same_code(one: CodeType, other: CodeType) -> bool:
+    """Whether two code objects do the same: equal bytecode, names and constants. Positions in the file do not count."""
     if (one.co_code, one.co_names, one.co_varnames, one.co_freevars) != (
         other.co_code, other.co_names, other.co_varnames, other.co_freevars,
     ) or len(one.co_consts) != len(other.co_consts):  # fmt: skip
@@ -539,7 +579,7 @@ def _is_same_code(one: CodeType, other: CodeType) -> bool:
 
 
 def _class_place(found: type) -> tuple[str, tuple[str, ...], Node]:
-    """The file, its lines and the node of a class. Raises UsageError."""
+    """Find the file, its lines and the syntax tree of a class. Raises UsageError."""
     path = [part for part in found.__qualname__.split(".") if part != "<locals>"]
     for method in _methods(found):
         file = method.__code__.co_filename
@@ -580,7 +620,7 @@ def _is_python(text: str) -> bool:
 
 
 def _classes(tree: ast.AST, above: tuple[str, ...] = ()) -> Iterator[tuple[list[str], ast.ClassDef]]:
-    """The classes of a module by qualified name, the last ones first."""
+    """Yield the classes in a syntax tree with their qualified names (as lists of parts), the last ones first."""
     for node in reversed(list(ast.iter_child_nodes(tree))):
         named = isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
         names = (*above, node.name) if named else above  # type: ignore[attr-defined]
@@ -590,7 +630,7 @@ def _classes(tree: ast.AST, above: tuple[str, ...] = ()) -> Iterator[tuple[list[
 
 
 def _methods(found: Any) -> Iterator[FunctionType]:
-    """The functions that the body of a class defines, whose source is known."""
+    """Yield the functions that a class body defines and whose source is known, without their decorators."""
     for one in vars(found).values():
         one = one.fget if isinstance(one, property) else getattr(one, "__func__", one)
         one = _innermost(one)
@@ -601,7 +641,8 @@ def _methods(found: Any) -> Iterator[FunctionType]:
 
 
 def _read(file: str, name: str) -> tuple[tuple[str, ...], ast.Module]:
-    """The lines of a file or cell and their tree. Raises UsageError."""
+    """Read the lines and the syntax tree of a file or notebook cell. `name`: of the definition, for messages. Raises
+    UsageError."""
     linecache.checkcache(file)
     lines = tuple(linecache.getlines(file))
     if not lines:
@@ -615,7 +656,7 @@ def _no_source(name: str) -> UsageError:
 
 
 def _parsed(text: str, name: str) -> ast.Module:
-    """A new tree of a text. Raises UsageError."""
+    """Parse a text into a new syntax tree. `name`: of the definition, for messages. Raises UsageError."""
     try:
         return ast.parse(text)
     except SyntaxError as error:
@@ -629,7 +670,7 @@ def _compiled_file(text: str, file: str) -> CodeType:
 
 
 def _innermost(value: Any) -> Any:
-    """A function without its decorators, as far as they tell."""
+    """The function without its decorators, as far as they use functools.wraps."""
     while (inner := _wrapped(value)) is not None:
         value = inner
     return value
@@ -642,7 +683,7 @@ def _wrapped(value: Any) -> Any:
 
 
 def _is_one_of(value: Any, other: Any) -> bool:
-    """Whether two objects are one function, decorated or not."""
+    """Whether two objects are the same object, or the same function with and without decorators."""
     return value is other or (_is_definition(value) and _innermost(value) is _innermost(other))
 
 
@@ -665,7 +706,8 @@ def _literal(node: ast.AST | None) -> tuple[Any] | None:
 
 
 def _construction(value: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any]] | None:
-    """A call that makes an equal object: what is called and its arguments; None if there is none."""
+    """A call that creates an object equal to `value`: callable, arguments and keywords. None if the type of `value` is
+    not supported."""
     match value:
         case re.Pattern():
             return re.compile, (value.pattern, value.flags), {}
@@ -691,7 +733,7 @@ def _construction(value: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any]] | N
 
 
 def _import_place(value: Any) -> tuple[str, str] | None:
-    """The module and the name under which a scoring process can import an object; None if it cannot."""
+    """The module and the name from which a scoring process can import an object; None if it must be copied."""
     kind = type(value)
     if kind in CONSTANTS or kind in COLLECTIONS or kind is float:
         return None
@@ -725,7 +767,7 @@ def _is_found_here(top: str) -> bool:
 
 
 def _can_import(name: str) -> bool:
-    """Whether a process of this interpreter in another folder imports the same module."""
+    """Whether a process with the same interpreter, started in another folder, would import the same module."""
     top = name.partition(".")[0]
     if top in sys.stdlib_module_names:
         return True
@@ -735,7 +777,7 @@ def _can_import(name: str) -> bool:
 
 
 def _origins(top: str) -> set[str]:
-    """Where a module came from here."""
+    """The files and folders from which this process has loaded a top-level module, or would load it."""
     module = sys.modules.get(top)
     spec = getattr(module, "__spec__", None)
     if spec is None:
@@ -749,7 +791,8 @@ def _origins(top: str) -> set[str]:
 
 @functools.cache
 def _origin_elsewhere(top: str) -> str:
-    """Where a new process in another folder finds a module; empty if it does not."""
+    """The file or folder from which a new process in another folder would load a top-level module; empty if it finds
+    none."""
     program = (
         "import importlib.util, sys; s = importlib.util.find_spec(sys.argv[1]); "
         "print((s.origin or next(iter(s.submodule_search_locations), '')) if s else '')"

@@ -1,4 +1,4 @@
-"""Clients of the Jobs and Access services: one method per API call, with the API's own messages.
+"""Clients of the Jobs and Access services: one method per API call, with the API's protobuf messages.
 
 Methods raise `Unreachable` if no controller answers, `StoreUnavailable` if a controller cannot reach its store, `UsageError` for a wrong
 request, `NotAllowed` for a request without permission, and `GcoreError` otherwise.
@@ -55,11 +55,15 @@ class AccessClient(ApiCalls):
 
 
 MOST_REFUSALS = 3
-"""Consecutive rejections per controller, for reasons that may pass, before a stream raises."""
+"""A stream raises after this many consecutive rejections per controller, if their reason may be temporary."""
 
 
 class _Told:
-    """Position in a job's logs: which lines were yielded."""
+    """Position of a client in the logs of a job's workers, so that a broken stream can resume after the lines that were
+    yielded.
+
+    Controllers send positions and marks among the lines; those of an earlier version send neither.
+    """
 
     def __init__(self) -> None:
         self._places: dict[str, v1_pb.LogPlace] = {}
@@ -68,16 +72,17 @@ class _Told:
 
     @property
     def is_over(self) -> bool:
-        """Whether the end of the stream is the end of the logs. Controllers of an earlier version do not mark the end."""
+        """Whether the logs are complete when the stream ends: it had an end mark, or its controller sends no marks (an
+        earlier version)."""
         return self._ended or not self._marks
 
     @property
     def can_go_on(self) -> bool:
-        """Whether the position after the yielded lines is known."""
+        """Whether a new stream can resume after the yielded lines: their position is known, or there are none."""
         return self._marks or not self._lines
 
     def note(self, message: v1_pb.LogLine) -> bool:
-        """Record a message; return whether it is a log line."""
+        """Record the position in a message of the stream. Returns whether the message is a log line, and not a mark."""
         if message.HasField("place"):
             self._places[message.place.instance] = message.place
         is_line = message.mark == v1_pb.LOG_MARK_UNSPECIFIED
@@ -86,7 +91,7 @@ class _Told:
         return is_line
 
     def rest_of(self, request: v1_pb.StreamLogsRequest) -> v1_pb.StreamLogsRequest:
-        """Return the request for the lines that were not yielded yet."""
+        """Return a copy of `request` that asks only for the lines that were not yielded yet."""
         asked = v1_pb.StreamLogsRequest()
         asked.CopyFrom(request)
         asked.places = True
@@ -95,7 +100,7 @@ class _Told:
 
 
 class ResumingStreams(ApiCalls):
-    """Streams of a job that resume at another controller."""
+    """Reads the streams of a job (events, metrics, logs). If a controller dies, a stream resumes at another one."""
 
     async def follow(
         self, job: str, *, after: int = 0, newest: int = 0, follow: bool = True
@@ -174,7 +179,9 @@ class ResumingStreams(ApiCalls):
     ) -> AsyncGenerator[Any, None]:
         """Yield the messages of a stream and reopen it, at another controller, whenever it breaks.
 
-        `until_ended`: continue until the job has ended; otherwise the first normal end counts if `is_over` returns true.
+        `what`: verb phrase for error messages. `begin`: opens the stream after the messages that were already received.
+        `until_ended`: read until the job has ended; otherwise a normal end of the stream is the end if `is_over()` is
+        true. Raises Unreachable if no controller answers for `WaitPolicy.lost_s`.
         """
         self._heard = self._clock.monotonic()
         refused = 0
@@ -212,6 +219,7 @@ class ResumingStreams(ApiCalls):
                 await self._clock.sleep(self._patience.retry_s)
 
     async def _state(self, job: str) -> int:
+        """Return the job's state (a `JobState` of the API)."""
         found = await self._anywhere("look up the job", lambda s, t: s.GetJob(v1_pb.GetJobRequest(job=job), timeout=t))
         return int(found.state)
 
@@ -242,10 +250,13 @@ class ResumingStreams(ApiCalls):
 
 
 class JobsClient(ResumingStreams):
-    """Low-level client of the Jobs service."""
+    """Low-level client of the Jobs service: one method per API call, which returns the API's message."""
 
     async def create_job(self, spec_json: str, *, request_id: str, mode: v1_pb.StartMode) -> v1_pb.Job:
-        """Create the job or return the existing one: a `request_id` identifies one job."""
+        """Create a job. A repeated call with the same `request_id` returns the same job.
+
+        `mode`: whether an unfinished job of that name continues, or is cancelled for a new one.
+        """
         key = self._owner_key
         request = v1_pb.CreateJobRequest(request_id=request_id, spec_json=spec_json, mode=mode, owner_key=key)
         return await self._anywhere(
@@ -257,7 +268,8 @@ class JobsClient(ResumingStreams):
         return await self._anywhere("look up the job", lambda s, t: s.GetJob(v1_pb.GetJobRequest(job=job), timeout=t))
 
     async def list_page(self, request: v1_pb.ListJobsRequest) -> v1_pb.ListJobsReply:
-        """Return a page of the jobs that the caller may see, newest first."""
+        """Return one page of the jobs that the caller may see, newest first. `request`: filters, page size and page
+        token."""
         return await self._anywhere("list the jobs", lambda s, t: s.ListJobs(request, timeout=t))
 
     async def list_jobs(
@@ -306,13 +318,14 @@ class JobsClient(ResumingStreams):
         )
 
     async def list_shards(self, job: str) -> list[v1_pb.Shard]:
-        """Return the shards with their controllers and positions."""
+        """Return the shards of the job's prompt stream: which node generates for each, and its first prompt without an
+        outcome."""
         request = v1_pb.ListShardsRequest(job=job)
         reply = await self._anywhere("list the shards", lambda s, t: s.ListShards(request, timeout=t))
         return list(reply.shards)
 
     async def audit_job(self, job: str) -> v1_pb.AuditReport:
-        """Audit the job: recompute its records and compare."""
+        """Audit the job: compare its log with the receipts of the train ranks (what each rank trained)."""
         request = v1_pb.AuditJobRequest(job=job)
         return await self._anywhere(
             "audit the job", lambda s, t: s.AuditJob(request, timeout=t), timeout_s=self._patience.audit_s
@@ -327,7 +340,8 @@ class JobsClient(ResumingStreams):
         order: v1_pb.SampleOrder = v1_pb.SAMPLE_ORDER_UNSPECIFIED,
         limit: int = 0,
     ) -> list[v1_pb.SampleGroup]:
-        """Return the kept samples of `step` (default: the newest); at most `limit` groups, 0 for all.
+        """Return the stored samples of `step` (None: the newest step that has some), one group per prompt; at most
+        `limit` groups, 0: all.
 
         Raises UsageError if the job does not exist or has no such samples; the error lists the steps that have samples.
         """
@@ -339,7 +353,8 @@ class JobsClient(ResumingStreams):
         return await self._anywhere("read the samples", read, timeout_s=self._patience.samples_s)
 
     async def get_books(self, job: str, step: int | None = None) -> list[v1_pb.BookOfNode]:
-        """Return the slot accounting of `step` per node, with its timeline; None: of the newest steps, without timelines.
+        """Return the slot accounting of `step`, per node, with the timeline of each slot. `step` None: the newest
+        steps, without timelines.
 
         Raises UsageError if the job does not exist or the step has no slot accounting.
         """
@@ -381,7 +396,8 @@ class JobsClient(ResumingStreams):
         return list(reply.quotas)
 
     async def set_quota(self, namespace: str, slots: int | None) -> list[v1_pb.Quota]:
-        """Set a namespace's quota; None removes it. Idempotent."""
+        """Set the maximum number of slots for all jobs of a namespace together; None removes it. Returns all quotas.
+        Idempotent."""
         request = v1_pb.SetQuotaRequest(namespace=namespace, slots=slots)
         reply = await self._anywhere("set the quota", lambda s, t: s.SetQuota(request, timeout=t))
         return list(reply.quotas)
@@ -389,7 +405,10 @@ class JobsClient(ResumingStreams):
     async def get_usage(
         self, *, by: Sequence[str] = (), since: float = 0.0, until: float = 0.0, namespace: str = ""
     ) -> list[v1_pb.Usage]:
-        """Return slot seconds by namespace, job, owner or pool."""
+        """Return the slot-seconds that jobs held and used, grouped by the keys `by`: namespace, job, owner or pool.
+
+        `since`, `until`: seconds since the epoch; 0: no limit.
+        """
         request = v1_pb.GetUsageRequest(since=since, until=until, by=list(by), namespace=namespace)
         reply = await self._anywhere("sum up the usage", lambda s, t: s.GetUsage(request, timeout=t))
         return list(reply.usages)

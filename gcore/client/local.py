@@ -1,4 +1,4 @@
-"""Run jobs from Python on a cluster of this machine: `gcore.run` and `gcore.LocalCluster`.
+"""Run jobs from Python on a cluster on this machine: `gcore.run` and `gcore.LocalCluster`.
 
 ```python
 def score(response, fields):
@@ -11,9 +11,9 @@ run.samples()                                   # prompts, responses and rewards
 run.export("trained")                           # the model, for `from_pretrained`
 ```
 
-The cluster is the one of `gcore up`, in processes of its own. A function is written to a file with what it needs
-(`gcore.client.function_source`) and named in the spec as a plug-in file. `gcore.run` checks the function, the spec and its files before it
-starts anything.
+The cluster is the same as that of `gcore up`: etcd and daemons in separate processes. A reward function is written to a
+file with everything that it needs (`gcore.client.function_source`), and the spec names this file as a plug-in.
+`gcore.run` checks the function, the spec and its files before it starts anything.
 """
 
 from __future__ import annotations
@@ -53,24 +53,26 @@ RewardFunction = Callable[..., Any]
 Spec = str | Path | Mapping[str, Any]
 
 PROGRAM = "from controllers.cli.main import main; main()"
-"""The command line as a program of its own: this package imports nothing above it, and `gcore` on PATH may be gdb's."""
+"""Program text of the command line, for a subprocess: this package must not import `controllers`, and `gcore` on PATH
+may be gdb's."""
 
 SHOWN = ("step", "eval", "state", "rollback", "warning", "fault")
 """Kinds of events that a run prints."""
 
 FIRST_STEP_LINES = 10
 MOST_STEP_LINES = 50
-"""A longer run prints its first steps, and then only every n-th one."""
+"""A run prints the first `FIRST_STEP_LINES` steps, and of the others only every n-th, so that about `MOST_STEP_LINES`
+are printed."""
 
 NAMES_A_REWARD = ("name", "judge", "parts", "compose", "options")
-"""Keys of the section `reward` that a function replaces."""
+"""Fields of the spec's section `reward` that must be absent if reward functions are passed."""
 
 
 class LocalCluster:
-    """A cluster of this machine, in the folder `home`. Use it as a context manager: a cluster that it started stops at the end.
+    """A cluster on this machine, in the folder `home`. Use it as a context manager.
 
-    A cluster that is up in `home` already is used and stays up. A cluster that this object started and that was not closed stops when Python
-    ends.
+    If a cluster is already running in `home`, it is used and keeps running. Otherwise this object starts one, and stops
+    it in `close`, at the end of the `with` block, or when Python exits.
     """
 
     def __init__(
@@ -85,7 +87,7 @@ class LocalCluster:
             _command(self.home, "up", *options)
             self._started = before is None or before != _running(self.home)
             self.client = Client(home=self.home)
-            """The client of the job API."""
+            """The client for all other requests to the cluster."""
         except BaseException:
             if before is None and _running(self.home) is not None:
                 _command(self.home, "down")
@@ -103,7 +105,8 @@ class LocalCluster:
         return f"<gcore.LocalCluster in {self.home}{'' if self._is_open else ', closed'}>"
 
     def close(self) -> None:
-        """Close the client and stop the cluster if this object started it. Jobs that have not ended go on at the next start."""
+        """Close the client, and stop the cluster if this object started it. Unfinished jobs continue when it is started
+        again."""
         self._is_open = False
         atexit.unregister(self.close)
         self.client.close()
@@ -119,7 +122,8 @@ class LocalCluster:
         set: Sequence[str] = (),
         new: bool = False,
     ) -> LocalRun:
-        """Submit a job and return it at once; `wait` waits for its end. Arguments and errors as in `run`."""
+        """Submit a job and return it immediately; its method `wait` waits for its end. Arguments and errors as in
+        `run`."""
         return self._submit(_prepare(spec, set, reward), new)
 
     def run(
@@ -133,10 +137,11 @@ class LocalCluster:
     ) -> LocalRun:
         """Submit a job, wait for its end and return it.
 
-        `spec`: a file, a mapping, or YAML text; relative paths in a mapping or text start at the working directory. `reward`: a function, or
-        several that are added up; the spec then names no reward. It takes the response, or the response and the fields, or also the
-        `RewardSpec`. `set`: changes `section.field=value`. `new`: a new job instead of the continuation of an interrupted one. `progress`: print
-        what happens. Raises JobFailed if the job fails or is cancelled, SpecError, UsageError.
+        `spec`: a file, a mapping, or YAML text; relative paths in a mapping or text start at the working directory.
+        `reward`: a function, or several that are added up; the spec then names no reward. It takes the response, or the
+        response and the fields, or also the `RewardSpec`. `set`: changes `section.field=value`. `new`: create a new job
+        instead of continuing an interrupted one. `progress`: print the job's events. Raises JobFailed if the job fails
+        or is cancelled, SpecError, UsageError.
         """
         return self.submit(spec, reward=reward, set=set, new=new).wait(progress=progress)
 
@@ -146,7 +151,7 @@ class LocalCluster:
         return LocalRun(job, self)
 
     def _job(self, job: Job) -> Job:
-        """The state of a job now; the last known one if the cluster was closed."""
+        """Fetch the job's present state; return `job` itself if it has ended or the client is closed."""
         return self.client.get(job.uid) if self._is_open and not job.has_ended else job
 
 
@@ -159,10 +164,12 @@ def run(
     new: bool = False,
     progress: bool = True,
 ) -> LocalRun:
-    """Start a cluster of this machine, run a job to its end and stop the cluster. Arguments and errors as in `LocalCluster.run`.
+    """Start a cluster on this machine, run a job until it ends and stop the cluster. Arguments and errors as in
+    `LocalCluster.run`.
 
-    The function, the spec and the files that it names are checked before anything starts. After an interruption the cluster stops; the same
-    call continues the job.
+    The function, the spec and the files that it names are checked before anything starts. An interruption stops the
+    cluster; the same call then continues the job. A cluster that was already running in `home` is used and keeps
+    running.
     """
     prepared = _prepare(spec, set, reward)
     prepared.check(_home(home))
@@ -177,10 +184,11 @@ def run(
 
 @dataclass(frozen=True, slots=True)
 class ScoredResponse:
-    """A response that was kept of a step.
+    """A response that a step was trained on and that was stored as a sample.
 
-    `step`: the step that trained on it. `answer`: the expected answer, or empty. `parts`: parts of the reward by name. `tokens`: length of the
-    response in tokens. `finish_reason`: why it ended, such as "stop" or "length". Long texts are cut off at `samples.characters` of the spec.
+    `step`: that step. `answer`: the expected answer, or empty. `parts`: parts of the reward by name. `tokens`: length
+    of the response in tokens. `finish_reason`: why it ended, such as "stop" or "length". Long texts are cut off at
+    `samples.characters` of the spec.
     """
 
     step: int
@@ -195,24 +203,26 @@ class ScoredResponse:
 
 
 class LocalRun:
-    """A job of a local cluster and its files. It may be under way, or have ended; then the cluster need not be up."""
+    """A job of a local cluster, and the files in its run folder. Files can be read while the job runs, and later also
+    without the cluster."""
 
     def __init__(self, job: Job, cluster: LocalCluster) -> None:
         self._job = job
         self._cluster = cluster
         self.folder = Path(job.run_dir)
-        """The folder of the run: metrics, samples, checkpoints, logs."""
+        """The run folder: metrics, samples, checkpoints, logs."""
 
     @property
     def job(self) -> Job:
-        """The state of the job: now, while its cluster is up; else as last known."""
+        """The job's present state; after the cluster was closed, the last known one."""
         self._job = self._cluster._job(self._job)
         return self._job
 
     def wait(self, *, progress: bool = True) -> LocalRun:
-        """Wait until the job has succeeded, and return this object. `progress`: print what happens, in plain lines.
+        """Wait until the job has ended, and return this object if it succeeded. `progress`: print the job's events, one
+        per line.
 
-        Raises JobFailed if the job fails or is cancelled. An interruption ends the waiting, not the job.
+        Raises JobFailed if the job fails or is cancelled. An interruption ends the wait, not the job.
         """
         every = max(1, -(-self._job.steps // MOST_STEP_LINES))
         with contextlib.closing(self._cluster.client.events(self._job)) as events:
@@ -226,10 +236,11 @@ class LocalRun:
         return self
 
     def metrics(self) -> Any:
-        """The numbers of each committed step: a pandas data frame indexed by `step`, one column for each metric; without pandas a list of mappings.
+        """The metrics of each committed step: a pandas data frame with the index `step` and one column per metric;
+        without pandas a list of dicts.
 
-        Columns and units: docs/use/reading-a-run.md; seconds end in `_s`. Empty before the first step. Raises UsageError if the file cannot be
-        read.
+        Columns and units: docs/use/reading-a-run.md; seconds end in `_s`. Empty before the first step. Raises
+        UsageError if the file cannot be read.
         """
         rows = [{"step": step, **values} for step, values in sorted(self._steps().items())]
         try:
@@ -239,7 +250,8 @@ class LocalRun:
         return pandas.DataFrame(rows, columns=None if rows else ["step"]).set_index("step")
 
     def evaluations(self) -> list[dict[str, float]]:
-        """The evaluations on held-out prompts, by step: `step`, `accuracy` (0 to 1), mean `reward` and others."""
+        """The evaluations on held-out prompts, ascending by step. Each has `step`, `accuracy` (0 to 1), mean `reward`
+        and other metrics."""
         found: dict[int, dict[str, float]] = {}
         for line in self._lines():
             if line["kind"] == "eval":
@@ -247,9 +259,10 @@ class LocalRun:
         return [found[step] for step in sorted(found)]
 
     def samples(self, step: int | None = None) -> Listing[ScoredResponse]:
-        """The responses that were kept of a step; without `step`, of the newest one that was kept, or none before the first.
+        """The stored responses of a step; without `step`, of the newest step that has some. Empty if no step has stored
+        responses yet.
 
-        Raises UsageError with the steps that were kept if `step` is none of them.
+        Raises UsageError if `step` has none; the message lists the steps that have some.
         """
         with explain_os_errors("cannot read the samples", UsageError, where=self.folder, fix="Restore the folder"):
             kept = kept_steps(self.folder)
@@ -267,7 +280,10 @@ class LocalRun:
         )  # fmt: skip
 
     def plot(self) -> Any:
-        """Reward by step and held-out accuracy; a matplotlib figure, which a notebook displays. Raises UsageError if matplotlib is not installed."""
+        """Plot training reward and held-out accuracy by step, as a matplotlib figure that a notebook displays.
+
+        Raises UsageError if matplotlib is not installed.
+        """
         try:
             from matplotlib.figure import Figure
         except ImportError as error:
@@ -298,9 +314,10 @@ class LocalRun:
         return figure
 
     def export(self, to: str | Path, *, step: int | None = None, best: bool = False) -> Path:
-        """Copy the model of a checkpoint into the new folder `to`, for `from_pretrained`; by default of the newest checkpoint.
+        """Copy the model of a checkpoint into the new folder `to`, for `from_pretrained`, and return its absolute path.
 
-        `best`: the best one by evaluation. Raises UsageError if there is no such checkpoint or the folder exists.
+        `step`: the checkpoint of this step. `best`: the best one by evaluation. Default: the newest one. Raises
+        UsageError if there is no such checkpoint or the folder exists.
         """
         options = (["--best"] if best else []) + ([] if step is None else ["--step", str(step)])
         target = Path(to).expanduser().absolute()
@@ -329,18 +346,19 @@ class LocalRun:
         return html_table(("", ""), [(name, value) for name, value in rows.items() if value])
 
     def _is_skipped(self, event: JobEvent, every: int) -> bool:
+        """Whether a step is not printed: neither among the first ones, nor the last, nor a multiple of `every`."""
         step = event.data.get("step")
         return isinstance(step, int) and step > FIRST_STEP_LINES and step % every != 0 and step != self._job.steps
 
     def _known_job(self) -> Job:
-        """The job, without an error if no daemon answers."""
+        """The job's present state; if no daemon answers, the last known one instead of an error."""
         try:
             return self.job
         except GcoreError:
             return self._job
 
     def _steps(self) -> dict[int, dict[str, float]]:
-        """By step; a step that was discarded by a rollback counts no more."""
+        """The metrics of each step, by step, without steps that a rollback discarded."""
         steps: dict[int, dict[str, float]] = {}
         for line in self._lines():
             if line["kind"] == "step":
@@ -350,6 +368,7 @@ class LocalRun:
         return steps
 
     def _lines(self) -> Iterator[dict[str, Any]]:
+        """Yield the lines of the run's `metrics.jsonl`. Raises UsageError if it cannot be read."""
         file = self.folder / METRICS_FILE
         with (
             contextlib.suppress(FileNotFoundError),  # before the first step
@@ -364,13 +383,14 @@ class LocalRun:
 
 @dataclass(frozen=True)
 class _Prepared:
-    """A spec that was checked without its files. `functions`: file names and texts of the rewards, with their names."""
+    """A valid spec whose data and model files are not checked yet. `tree`: its sections. `functions`: the reward
+    functions as (name, file name, source)."""
 
     tree: Mapping[str, Any]
     functions: tuple[tuple[str, str, bytes], ...]
 
     def write_functions(self, folder: Path) -> dict[str, Any]:
-        """Write the functions into a folder; the spec that names them there."""
+        """Write the reward functions into `folder` and return the spec with references to these files."""
         references = []
         for name, file_name, text in self.functions:
             file = folder / file_name
@@ -381,7 +401,8 @@ class _Prepared:
         return self._with_rewards(references)
 
     def check(self, home: Path) -> None:
-        """Check the spec and the files that it names as a daemon does at the submission, in a process. Raises UsageError. Creates nothing."""
+        """Check the spec and its files in a subprocess, as a daemon does when a job is submitted. Creates no job.
+        Raises UsageError."""
         with tempfile.TemporaryDirectory(prefix="gcore-check-") as scratch:
             tree = self.write_functions(Path(scratch))
             file = Path(scratch) / "spec.yaml"
@@ -393,6 +414,7 @@ class _Prepared:
                 raise UsageError(said) from None
 
     def _with_rewards(self, references: Sequence[tuple[str, str]]) -> dict[str, Any]:
+        """The spec with the reward functions, one alone or several as parts. `references`: (name, FILE:NAME) of each."""
         if not references:
             return dict(self.tree)
         section = dict(self.tree.get("reward", {}))
@@ -404,7 +426,8 @@ class _Prepared:
 
 
 def _prepare(spec: Spec, set: Sequence[str], reward: RewardFunction | Sequence[RewardFunction] | None) -> _Prepared:
-    """Check a spec and the functions of a call. Raises SpecError, UsageError."""
+    """Check the spec and the reward functions of a call, except the spec's files. `set`: overrides of the spec. Raises
+    SpecError, UsageError."""
     functions = [] if reward is None else list(reward) if isinstance(reward, Sequence) else [reward]
     if reward is not None and not functions:
         raise UsageError("`reward` is an empty list", fix="Pass at least one function, or leave it out")
@@ -425,7 +448,8 @@ def _prepare(spec: Spec, set: Sequence[str], reward: RewardFunction | Sequence[R
 
 
 def _spec_tree(spec: Any, set: Sequence[str]) -> dict[str, Any]:
-    """The sections of a spec, with absolute paths. Raises SpecError, UsageError."""
+    """Load and check a spec (file, mapping or YAML text); return its sections with absolute paths. Raises SpecError,
+    UsageError."""
     if isinstance(spec, Mapping):
         whole = new_spec(apply_overrides(dict(spec), set), base=Path.cwd())
     elif isinstance(spec, str) and "\n" in spec:
@@ -447,7 +471,7 @@ def _spec_tree(spec: Any, set: Sequence[str]) -> dict[str, Any]:
 
 
 def _check_reward(function: RewardFunction) -> str:
-    """Check that a function can be called as a reward; its name. Raises UsageError."""
+    """Check that gcore can call the function as a reward, and return its name. Raises UsageError."""
     check_is_function(function)
     name = function_name(function)
     if name in {point.name for point in entry_points(group=REWARDS.group)}:
@@ -479,9 +503,10 @@ def _check_reward(function: RewardFunction) -> str:
 
 
 def _command(home: Path, *words: str) -> None:
-    """Run a command of `gcore` for a home in a process of its own, which an interruption of this one ends in an orderly way.
+    """Run a `gcore` command for a home folder in a subprocess. A KeyboardInterrupt here interrupts it too, and waits
+    until it has cleaned up.
 
-    Raises UsageError or GcoreError with the sentence of the command.
+    `words`: command and arguments. Raises UsageError or GcoreError with the command's error message.
     """
     command = [sys.executable, "-P", "-c", PROGRAM, *words, "--home", str(home)]
     env = {**os.environ, "NO_COLOR": "1"}
@@ -505,7 +530,8 @@ def _command(home: Path, *words: str) -> None:
 
 
 def _interrupt(process: subprocess.Popen[str], home: Path, word: str) -> None:
-    """End a command after an interruption. `down` goes on to its end; the others clean up after themselves."""
+    """Interrupt a running command and wait for its end. `down` is not interrupted; other commands clean up after
+    SIGINT. `word`: the command."""
     try:
         if word != "down":
             process.send_signal(signal.SIGINT)
@@ -516,7 +542,7 @@ def _interrupt(process: subprocess.Popen[str], home: Path, word: str) -> None:
 
 
 def _running(home: Path) -> tuple[int, int] | None:
-    """The identity of the store's process of a cluster that is up; None if there is none."""
+    """Process ID and start time of etcd of the cluster that runs in `home`; None if none runs there."""
     state = LocalClusterState.load(home)
     return None if state is None else (state.etcd.pid, state.etcd.started)
 
@@ -531,7 +557,8 @@ def _print(line: str) -> None:
 
 
 def _line(event: JobEvent) -> str:
-    """A line about an event: its first line and its reward, accuracy and number of failed prompts."""
+    """Format an event as one line: kind, first line of the message, and if known reward, accuracy and number of failed
+    prompts."""
     stats = event.data.get("stats")
     values = {**(stats if isinstance(stats, Mapping) else {}), **event.data}
     numbers = [f"{name} {values[name]:.3f}" for name in ("reward", "accuracy") if isinstance(values.get(name), float)]

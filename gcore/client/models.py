@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """A wait report: subject, cause and start."""
+    """A wait report: who waits, for what, and since when (seconds since the epoch)."""
 
     who: str
     what: str
@@ -30,7 +30,8 @@ class Waiting:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """The state of a job at the time of the request."""
+    """A job as it was at the time of the request. `ended`: None until it ends. `queue_position`: 0 if it does not wait
+    for slots."""
 
     uid: str
     name: str
@@ -87,7 +88,7 @@ class LogLine:
 
 @dataclass(frozen=True, slots=True)
 class StepMetrics:
-    """The metrics of a committed step."""
+    """The metrics of a committed step. `values`: by name; `lineage`: increases at each rollback."""
 
     lineage: int
     step: int
@@ -99,7 +100,8 @@ class StepMetrics:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A node of the cluster. `uses`: job uid by slot. `sick`: slots that failed."""
+    """A node of the cluster. `uses`: uid of the job that has a slot, by slot name. `sick`: unhealthy slots with the
+    reason."""
 
     name: str
     address: str
@@ -111,7 +113,11 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A shard: its controller (empty: none), its first prompt without an outcome, and how many later prompts already have one."""
+    """A shard of a job's prompt stream. `node`: the node that generates for it; empty: none.
+
+    `data_epoch`, `seq`: the first prompt without an outcome (trained, filtered or failed). `length`: prompts per data
+    epoch. `ahead`: how many later prompts already have an outcome.
+    """
 
     shard: int
     node: str
@@ -123,7 +129,8 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Slot usage. `by`: the values of the grouping keys."""
+    """Slot usage of one group of jobs. `by`: the values of the grouping keys. `busy_hours`: part of `slot_hours` in
+    which the slots worked."""
 
     by: Mapping[str, str]
     slot_hours: float
@@ -143,7 +150,7 @@ class Listing(tuple[T, ...]):
 
 
 def format_time(epoch_s: float) -> str:
-    """Format a time in UTC for display."""
+    """Format seconds since the epoch as a UTC time; empty for 0."""
     return datetime.fromtimestamp(epoch_s, UTC).strftime("%Y-%m-%d %H:%M:%S UTC") if epoch_s else ""
 
 
@@ -158,7 +165,7 @@ def html_table(headings: Sequence[str], rows: Iterable[Sequence[object]]) -> str
 
 
 def parse_job(message: pb.Job) -> Job:
-    """Convert an API message."""
+    """Convert a job from the API's message."""
     try:
         spec = json.loads(message.spec_json) if message.spec_json else {}
     except ValueError:
@@ -186,12 +193,12 @@ def parse_job(message: pb.Job) -> Job:
 
 
 def parse_line(message: pb.LogLine) -> LogLine:
-    """Convert an API message."""
+    """Convert a log line from the API's message."""
     rank = message.rank if message.HasField("rank") else None
     return LogLine(message.text, message.instance, message.node, message.role, rank, message.time or None)
 
 
 def parse_node(message: pb.Node) -> Node:
-    """Convert an API message."""
+    """Convert a node from the API's message."""
     uses = {use.slot: use.job_uid for use in message.uses}
     return Node(message.name, message.address, tuple(message.slots), message.draining, tuple(message.sick), uses)

@@ -1,6 +1,7 @@
 """`python -m gcore.quickstart EXAMPLE --to FOLDER`: prepare an example by name, without the rest of the command line.
 
-Each function prepares or finds a folder and returns a phrase about its contents. Raises DataError.
+Each function in `EXAMPLES` prepares a folder, or finds it prepared, and returns a phrase about its contents. Raises
+DataError.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ EXAMPLES: Mapping[str, Callable[[Path, int], str]] = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Prepare the example that the arguments name; return the exit code."""
+    """Prepare the example that the command line names; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m gcore.quickstart", description="Make an example's data and model.")
     parser.add_argument("example", choices=list(EXAMPLES))
     parser.add_argument("--to", type=Path, required=True, metavar="FOLDER", help="folder to create")

@@ -96,7 +96,7 @@ class SumSplit:
 
     @property
     def lesson(self) -> Lesson:
-        """The lesson of the warm start; half of it is wide sums."""
+        """The training data of the warm start; half of each batch are wide sums."""
         return Lesson(SUMS_CHARACTERS, (self.train, self.wide), (32, 32), self.held_out, CARELESS_SHARE, SUMS_BAND)
 
 
@@ -131,7 +131,9 @@ WARM_UPDATES = 500
 
 
 class ArithmeticManifest(PreparedManifest):
-    """`greedy_accuracy`: greedy accuracy on held-out sums before RL."""
+    """The manifest of the arithmetic example. `greedy_accuracy`: share of held-out sums that the warm-started model
+    answers correctly with greedy decoding; `pass_at_8`: share for which at least one of eight samples is correct. Both
+    before RL."""
 
     example: Literal["arithmetic"] = "arithmetic"
     warm_updates: int
@@ -191,16 +193,17 @@ RESPONSE_TOKENS = 4
 """Tokens of the longest correct answer with the end of sequence; the example's limit for responses."""
 
 JUDGE_BAND = (0.9, 1.0)
-"""Range of the share of questions with a correct sum and verdict that ends training. `prepare_arithmetic_judge` checks the verdicts on many
-more questions."""
+"""Range of the greedy accuracy (sum and verdict both correct) that the trained judge shall have on the questions that
+are measured during training. `prepare_arithmetic_judge` checks the verdicts on many more questions."""
 
 ROWS = (11, 3, 12, 3, 3)
-"""Rows of each kind in a batch, in the order of the list above."""
+"""Rows of each kind of answer in a training batch, in the order of `answer_kinds`."""
 
 MEASURED = (1, 2, 3, 1, 1)
 """Questions of each kind per held-out sum when a judge is measured: mostly kinds that are easy to get wrong."""
 
 _OFF = (1, 2, 9, 10, 11, 20, 100)
+"""Differences between a near miss and the right sum."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +215,7 @@ class AnsweredSum:
 
     @property
     def is_right(self) -> bool:
-        """Whether the response equals the sum exactly."""
+        """Whether the response equals the digits of the sum exactly."""
         return self.response == self.sum.answer
 
     @property
@@ -240,7 +243,8 @@ class VerdictAccuracy:
 
 
 def answer_kinds(one: Sum, key: str) -> tuple[list[str], ...]:
-    """Return responses to a sum: the right one, then wrong ones, a list per kind. `key` seeds the random ones."""
+    """Return responses to a sum, one list per kind: the right one, carry mistakes, near misses, random numbers,
+    malformed ones. `key`: random seed."""
     return [one.answer], carry_mistakes(one), near_misses(one), random_numbers(one, key), malformed_answers(one, key)
 
 
@@ -276,7 +280,8 @@ def malformed_answers(one: Sum, key: str) -> list[str]:
 
 
 def judge_lesson(split: SumSplit) -> Lesson:
-    """Return the judge's lesson. During training it is measured with one question per held-out sum."""
+    """Return the training data of the judge. During training its accuracy is measured with one question per held-out
+    sum."""
     every = [*split.train, *split.held_out]
     taught = zip(*(answer_kinds(one, "taught") for one in every), strict=True)
     sources = tuple(
@@ -298,7 +303,10 @@ def held_out_answers(split: SumSplit) -> tuple[AnsweredSum, ...]:
 
 
 def score_verdicts(asked: Sequence[AnsweredSum], written: Sequence[str]) -> VerdictAccuracy:
-    """Score the verdicts in a judge's outputs. An unreadable verdict counts as wrong, but not as a false yes."""
+    """Score the verdicts in a judge's outputs. An unreadable verdict counts as wrong, but not as a false yes.
+
+    `asked`: the questions; `written`: the judge's output for each.
+    """
     verdicts = [text.rpartition(":")[2] for text in written]
     right = [verdict == one.answer[-1] for one, verdict in zip(asked, verdicts, strict=True)]
     passed = [verdict == "Y" for one, verdict in zip(asked, verdicts, strict=True) if not one.is_right]
@@ -306,12 +314,13 @@ def score_verdicts(asked: Sequence[AnsweredSum], written: Sequence[str]) -> Verd
 
 
 def _some(given: Sequence[str], count: int, key: str) -> Sequence[str]:
-    """Return `count` consecutive items from a hashed starting point."""
+    """Return `count` consecutive items of `given`, cyclically, from a start that the hash of `key` decides."""
     begin = next(hashed_numbers(f"some {key}")) % len(given)
     return [given[(begin + place) % len(given)] for place in range(count)]
 
 
 def _around(one: Sum, off: Iterable[int]) -> list[int]:
+    """The non-negative numbers that differ from the sum by a number in `off`."""
     value = one.left + one.right
     return [near for by in off for near in (value - by, value + by) if near >= 0]
 
@@ -326,7 +335,7 @@ def _text(number: int, length: int) -> str:
 
 
 def _wrong(one: Sum, given: Iterable[str]) -> list[str]:
-    """Remove duplicates and the right answer."""
+    """Return the responses in `given` without duplicates and without the right answer."""
     return [response for response in dict.fromkeys(given) if response != one.answer]
 
 
@@ -341,8 +350,8 @@ MOST_FALSE_YES = 0.02
 
 
 class JudgeManifest(PreparedManifest):
-    """`judge_accuracy`: share of correct verdicts over all kinds of answers to held-out sums. `judge_false_yes`: share of wrong answers among them
-    that are called right."""
+    """The manifest of the judge. `judge_accuracy`: share of correct verdicts over all kinds of answers to held-out
+    sums. `judge_false_yes`: share of the wrong answers that the judge calls right."""
 
     example: Literal["arithmetic-judge"] = "arithmetic-judge"
     updates: int

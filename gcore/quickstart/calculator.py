@@ -37,7 +37,8 @@ TRAINED, HELD_OUT, WARM = 2048, 256, 8192
 """Number of products for training, evaluation and the warm start."""
 
 ANY = (0.0, 1.0)
-"""No limits: the accuracy without a tool does not show how well the model calls the tool."""
+"""Range of the greedy accuracy that the warm-started model shall have: no limits, because the accuracy without the tool
+does not show how well the model calls it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +65,12 @@ class Product:
 
     @property
     def answer(self) -> str:
-        """The answer of a demonstration with the tool, including the tool's result."""
+        """The text of a demonstration that calls the tool, including the tool's result."""
         return f"{OPEN}{self.call}{CLOSE}{self.result}"
 
     @property
     def careless_answer(self) -> str:
-        """The answer of a demonstration without the tool."""
+        """The text of a demonstration that answers without the tool."""
         return self.result
 
 
@@ -83,12 +84,12 @@ class ProductSplit:
 
     @property
     def lesson(self) -> Lesson:
-        """The lesson of the warm start."""
+        """The training data of the warm start."""
         return Lesson(CHARACTERS, (self.warm,), (64,), self.held_out, GUESS_SHARE, ANY)
 
 
 def split_products(seed: int) -> ProductSplit:
-    """Return the products. `seed` decides which they are and their order."""
+    """Generate the products of each part. `seed` decides which they are and their order."""
     found: dict[tuple[int, int], Product] = {}
     numbers = hashed_numbers(f"products {seed}")
     while len(found) < TRAINED + HELD_OUT + WARM:
@@ -114,8 +115,8 @@ CALLS = (0.1, 0.6)
 
 
 class CalculatorManifest(PreparedManifest):
-    """`calls`: share of responses to held-out products with a correct tool call. `greedy_accuracy`: share of right answers without the tool. Both
-    before RL."""
+    """The manifest of the calculator example. `calls`: share of sampled responses to held-out products with a correct
+    tool call. `greedy_accuracy`: share of greedy responses that are right without the tool. Both before RL."""
 
     example: Literal["calculator"] = "calculator"
     warm_updates: int

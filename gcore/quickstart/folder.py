@@ -1,8 +1,9 @@
-"""Prepared folders: created atomically, and reused as long as they match the current recipe.
+"""Folders with an example's data and model: created atomically, and reused as long as they match the current recipe.
 
-The folder appears by a rename; the next preparation removes the remains of an interrupted one. `manifest.json` has the recipe, and size and
-hash of every other file. A folder with the same recipe and unchanged files is reused. A folder with another recipe or damaged files is
-prepared again; a folder that gcore did not make is an error. Concurrent preparations of one folder wait for each other.
+A folder is filled under a temporary name and renamed when it is complete; the next preparation removes the remains of
+an interrupted one. `manifest.json` has the recipe, and size and hash of every other file. A folder with the same recipe
+and unchanged files is reused. A folder with another recipe or damaged files is prepared again; a folder that gcore did
+not make is an error. Concurrent preparations of one folder wait for each other.
 
 `Reporter` shows progress on standard error: a bar on a terminal, otherwise occasional lines, or nothing.
 """
@@ -31,7 +32,8 @@ MANIFEST = "manifest.json"
 
 
 class PreparedManifest(BaseModel):
-    """Common content of every prepared folder's `manifest.json`. `files` is filled in last."""
+    """Fields that `manifest.json` of every prepared folder has. `files`: size and hash by path; filled in last.
+    `threads`, `torch`: number of threads and version of torch that trained the model."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -49,19 +51,20 @@ M = TypeVar("M", bound=PreparedManifest)
 
 @dataclass(frozen=True, slots=True)
 class Recipe(Generic[M]):
-    """How to make a folder. `fill` writes the files into an empty folder and returns the manifest."""
+    """How to prepare the folder of an example. `manifest`: class of its manifest. `fill`: writes the files into an
+    empty folder and returns the manifest."""
 
     example: str
     """Example name in the manifest. A folder of another example is never replaced."""
     manifest: type[M]
     asked: Mapping[str, int]
-    """Values that the manifest of a folder must have for its reuse."""
+    """Manifest fields with the values that they must have for an existing folder to be reused."""
     fill: Callable[[Path], M]
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedFolder(Generic[M]):
-    """A prepared folder. `cached`: it existed already."""
+    """A prepared folder. `cached`: whether it existed already and was reused."""
 
     folder: Path
     manifest: M
@@ -74,7 +77,7 @@ class PreparedFolder(Generic[M]):
 
 
 def make_or_find(to: Path, recipe: Recipe[M]) -> PreparedFolder[M]:
-    """Make the folder `to`, or find it there.
+    """Prepare the folder `to` by `recipe`, or reuse it if it is already prepared.
 
     Raises DataError if `to` is something other than a folder of this recipe's example, or cannot be written. Errors of `fill` pass through.
     """
@@ -95,6 +98,7 @@ def make_or_find(to: Path, recipe: Recipe[M]) -> PreparedFolder[M]:
 
 
 def _make(to: Path, recipe: Recipe[M]) -> M:
+    """Prepare the folder under a temporary name, with its manifest, and rename it to `to`."""
     sweep_drafts(
         to.parent, spared=lambda target: target != to.name
     )  # remains of a killed preparation; this process holds the lock
@@ -107,14 +111,14 @@ def _make(to: Path, recipe: Recipe[M]) -> M:
 
 
 def _text(manifest: PreparedManifest) -> str:
-    """Return the manifest as JSON with the long list last."""
+    """Return the manifest as JSON, with the long list of files last."""
     facts = manifest.model_dump(mode="json")
     files = facts.pop("files")
     return json.dumps(facts | {"files": files}, indent=2) + "\n"
 
 
 def _usable(to: Path, recipe: Recipe[M]) -> M | None:
-    """Return the manifest if `to` has the current recipe and unchanged files."""
+    """Return the manifest if the folder can be reused: the values of the recipe, and unchanged files. Else None."""
     manifest = _read_manifest(to, recipe.manifest)
     if manifest is None or any(getattr(manifest, name) != value for name, value in recipe.asked.items()):
         return None
@@ -157,7 +161,8 @@ def _claims_to_be(to: Path, example: str) -> bool:
 
 @contextmanager
 def _one_at_a_time(to: Path) -> Iterator[None]:
-    """Hold the lock file next to the folder. The system releases it when the process ends."""
+    """Hold an exclusive lock for the folder `to` while the block runs; the operating system releases it if the process
+    dies."""
     with (to.parent / f".{to.name}.lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
@@ -180,7 +185,10 @@ PLAIN_LINES = 8
 
 @dataclass(frozen=True, slots=True)
 class TeachingProgress:
-    """Progress: `update` of `updates` done. `accuracy`: greedy, on held-out prompts, at the last measurement; None before the first."""
+    """Progress of a training: optimizer update `update` of `updates` is done.
+
+    `accuracy`: greedy accuracy on held-out prompts at the last measurement, 0 to 1; None before the first.
+    """
 
     update: int
     updates: int
@@ -211,7 +219,7 @@ class Reporter:
 
 
 class LineReporter(Reporter):
-    """Prints a line now and then, and one at the end."""
+    """Prints about `PLAIN_LINES` lines in all, the last one at the end."""
 
     def __init__(self, console: Console, what: str) -> None:
         self._console = console

@@ -1,11 +1,13 @@
-"""Lessons for small models: demonstrations with some careless answers, held-out prompts, and a character tokenizer.
+"""Training data (lessons) for small models: demonstrations with some careless answers, held-out prompts, and a
+character tokenizer.
 
-A *demonstration* is a prompt with the right or the careless answer; for some prompts they are equal. A model that imitates mostly careless
-demonstrations is sometimes right and prefers to be wrong, which reinforcement learning can improve.
+A *demonstration* is a prompt with the right or the careless answer; for some prompts they are equal. A model that
+imitates mostly careless demonstrations is sometimes right and prefers to be wrong, which reinforcement learning can
+improve.
 
-The tokenizer has one token per character, a padding token and an end of sequence. Prompts get no special tokens. The tokenizer drops
-characters outside the alphabet; `encode` raises for them. The files work with the `tokenizers` library and `AutoTokenizer`. This module
-imports neither torch nor transformers.
+The tokenizer has one token per character, a padding token and an end of sequence. Prompts get no special tokens. The
+tokenizer drops characters outside the alphabet; `encode` raises for them. The files work with the `tokenizers` library
+and `AutoTokenizer`. This module imports neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -42,7 +44,11 @@ E = TypeVar("E", bound=Exercise)
 
 @dataclass(frozen=True, slots=True)
 class Lesson:
-    """`rows`: rows of each source in a batch. `band`: range of the greedy accuracy on held-out prompts in which to stop."""
+    """Training data of a small model. `sources`: sets of exercises; `rows`: how many of each set are in a batch.
+
+    `held_out`: exercises on which accuracy is measured. `careless_share`: share of demonstrations with the careless
+    answer. `band`: range of the greedy accuracy on held-out prompts that the trained model shall have.
+    """
 
     characters: str
     """The characters of prompts and answers. Each is one token."""
@@ -74,12 +80,14 @@ def to_jsonl(exercises: Iterable[Exercise]) -> str:
 
 
 def shuffle_exercises(exercises: Iterable[E], key: str) -> list[E]:
-    """Return the exercises in an order by hash, independent of any library's random generator."""
+    """Return the exercises in a random order that depends only on `key` and the prompts (a hash, not a library's random
+    generator)."""
     return sorted(exercises, key=lambda e: hashlib.blake2b(f"{key} {e.prompt}".encode(), digest_size=16).digest())
 
 
 def hashed_numbers(key: str) -> Iterator[int]:
-    """Yield integers below 2**64 without end from a hash, independent of any library's random generator."""
+    """Yield random integers below 2**64 without end. They depend only on `key` (a hash, not a library's random
+    generator)."""
     count = 0
     while True:
         yield int.from_bytes(hashlib.blake2b(f"{key} {count}".encode(), digest_size=8).digest(), "big")
@@ -110,7 +118,7 @@ class Alphabet:
 
     @property
     def vocabulary_size(self) -> int:
-        """Rounded up to a multiple of 16; the last ids have no token."""
+        """Number of token ids of the model, rounded up to a multiple of 16; the last ids have no token."""
         return -(-(len(self.characters) + 2) // 16) * 16
 
     def encode(self, text: str) -> list[int]:

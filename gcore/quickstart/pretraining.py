@@ -39,7 +39,7 @@ NO_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 
 @dataclass(frozen=True, slots=True)
 class SmallModel:
-    """The network and its alphabet."""
+    """A transformers network with the alphabet of its tokenizer."""
 
     network: Any
     alphabet: Alphabet
@@ -104,7 +104,7 @@ def save_model(model: SmallModel, folder: Path) -> None:
 
 @contextmanager
 def deterministic_torch(seed: int) -> Iterator[None]:
-    """Set a fixed number of threads and a seed; restore both afterwards."""
+    """Run the block with one torch thread and torch's random state seeded; restore both afterwards."""
     threads = torch.get_num_threads()
     torch.set_num_threads(THREADS)
     try:
@@ -159,6 +159,8 @@ DECAY_SHARE = 0.6
 """Share of the updates, at the end, over which the learning rate falls. This averages out the noise of single batches."""
 
 LOOK_EVERY = 20
+"""Updates between two measurements of accuracy in the last quarter; five times as many before."""
+
 _IGNORE = -100
 
 
@@ -172,6 +174,8 @@ class TaughtModel:
 
 @dataclass(frozen=True, slots=True)
 class _Look:
+    """One measurement: greedy accuracy on held-out prompts after `update` updates, with a copy of the weights."""
+
     update: int
     accuracy: float
     weights: dict[str, Tensor]
@@ -183,7 +187,10 @@ class _Look:
 
 @dataclass(frozen=True, slots=True)
 class _Demonstrations:
-    """Rows of prompt, answer and padding. All [exercises, tokens] int64; labels are -100 except for the answer."""
+    """The demonstrations of one set of exercises as tensors, with the right and with the careless answer.
+
+    A row is prompt, answer and padding. All [exercises, tokens] int64; labels are -100 except for the answer.
+    """
 
     inputs_right: Tensor
     labels_right: Tensor
@@ -194,7 +201,10 @@ class _Demonstrations:
 def teach_model(
     lesson: Lesson, *, seed: int, updates: int, report: Callable[[TeachingProgress], None], must_fit: bool = True
 ) -> TaughtModel:
-    """Train for `updates` and return the model of the last measurement within the lesson's band.
+    """Train a new model for `updates` optimizer updates; return it as it was at the last measurement with an accuracy
+    in `lesson.band`.
+
+    `report`: called after each update.
 
     Without `must_fit`, returns the final model if no measurement was within the band. With it, raises DataError then.
     """
@@ -224,6 +234,7 @@ def any_sample_accuracy(model: SmallModel, lesson: Lesson, *, seed: int, samples
 def _train(
     model: SmallModel, lesson: Lesson, seed: int, updates: int, report: Callable[[TeachingProgress], None]
 ) -> _Look:
+    """Train the model; return the last measurement with an accuracy in `lesson.band`; if there is none, the last one."""
     network = model.network
     generator = torch.Generator().manual_seed(seed)
     sources = [_demonstrations(source, model.alphabet, lesson.longest_row) for source in lesson.sources]
@@ -297,6 +308,7 @@ def _row(prompt: str, answer: str, alphabet: Alphabet, length: int) -> tuple[lis
 
 
 def _right(model: SmallModel, lesson: Lesson, generator: torch.Generator | None) -> Tensor:
-    """Return [held-out prompts] bool: whether the response equals the right answer."""
+    """Return [held-out prompts] bool: whether the model's response equals the right answer; greedy without a generator,
+    else sampled."""
     given = generate_responses(model, [e.prompt for e in lesson.held_out], lesson.longest_answer, generator)
     return torch.tensor([response == e.answer for response, e in zip(given, lesson.held_out, strict=True)])

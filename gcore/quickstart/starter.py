@@ -1,14 +1,19 @@
-"""`gcore init`: the files of a new project, a starter task's data, and a model of 1.0M parameters.
+"""The content of a project that `gcore init` creates: its files, the data of a starter task, and a warm-started model
+of 1.0M parameters.
+
+The tasks:
 
     sort      The answer to "sort 52713:" is "12357". The careless answer, "25137", comes from one pass through the digits that swaps
               neighbours in the wrong order.
     reverse   The answer to "reverse plum:" is "mulp". The careless answer, "mlup", swaps the first and the last letter.
 
-A keyed hash generates the prompts, all different; training uses no held-out prompt. The warm start has many more prompts than the job's data,
-because so small a model memorizes instead of generalizing. The same task, seed and number of updates give the same bytes on the same machine
-and torch version. A user's own model gets the data only, with the task's instruction in every prompt.
+A keyed hash generates the prompts, all different; training uses no held-out prompt. The warm start has many more
+prompts than the job's data, because so small a model memorizes instead of generalizing. The same task, seed and number
+of updates give the same bytes on the same machine and torch version. A user's own model gets the data only, with the
+task's instruction in every prompt.
 
-The caller creates the folder and moves it into place (`controllers.cli.commands.specs`), so nothing here is atomic or locked.
+The caller creates the folder and moves it into place (`controllers.cli.commands.specs`), so nothing here is atomic or
+locked.
 """
 
 from __future__ import annotations
@@ -40,6 +45,7 @@ HELD_OUT_PROMPTS = 200
 WARM_PROMPTS = 8000
 CARELESS_SHARE = 0.7
 BAND = (0.2, 0.6)
+"""Range of the starter model's greedy accuracy on held-out prompts before RL."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +64,7 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class StarterTask:
-    """A starter task. `draw` makes an exercise from an integer below 2**64; most integers give different exercises."""
+    """A task that the model of a new project learns. `draw`: makes an exercise from a random integer below 2**64."""
 
     name: str
     instruction: str
@@ -80,7 +86,7 @@ class StarterSplit:
 
     @property
     def lesson(self) -> Lesson:
-        """The lesson of the warm start."""
+        """The training data of the warm start."""
         return Lesson(CHARACTERS, (self.warm + self.train,), (64,), self.held_out, CARELESS_SHARE, BAND)
 
 
@@ -157,7 +163,8 @@ WARM_UPDATES = 250
 
 
 def write_data(task: StarterTask, folder: Path, *, seed: int, spelt_out: bool) -> None:
-    """Write train.jsonl and eval.jsonl into `folder`. `spelt_out`: put the task's instruction into every prompt."""
+    """Write train.jsonl and eval.jsonl into `folder`. `spelt_out`: put the task's instruction into every prompt, for a
+    model that was not warm-started."""
     split = split_task(task, seed)
     for name, items in (("train", split.train), ("eval", split.held_out)):
         text = _spelt_out(task, items) if spelt_out else to_jsonl(items)
@@ -173,9 +180,9 @@ def write_model(
     updates: int = WARM_UPDATES,
     must_fit: bool = True,
 ) -> float:
-    """Train the model, save it in `folder`, and return its greedy accuracy on held-out prompts.
+    """Train the starter model, save it in `folder`, and return its greedy accuracy on held-out prompts.
 
-    Raises DataError if `must_fit` and the accuracy is outside the range that suits reinforcement learning.
+    `report`: called after each update. Raises DataError if `must_fit` and the accuracy is outside `BAND`.
     """
     from gcore.quickstart.pretraining import (
         save_model,  # imports torch
