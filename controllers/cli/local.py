@@ -352,7 +352,8 @@ class UpRequest:
 
 @dataclass(frozen=True, slots=True)
 class UpResult:
-    """The running cluster. `started` False: it was already running. `absent`: daemons that do not respond."""
+    """The running cluster. `started`: false if it was already running. `absent`: names of its daemons that do not
+    respond."""
 
     cluster: LocalClusterState
     started: bool
@@ -399,7 +400,8 @@ def deal_slots(text: str, controllers: int) -> tuple[tuple[str, ...], ...]:
 
 
 def check_port(option: str, first: int | None, count: int) -> None:
-    """Check that `count` ports from `first` on exist. Raises UsageError."""
+    """Check that `count` consecutive port numbers from `first` on are valid. `option`: for the message. Raises
+    UsageError."""
     highest = LAST_PORT - count + 1
     if first is not None and not 1 <= first <= highest:
         what = (
@@ -417,7 +419,7 @@ async def start_cluster(
 ) -> UpResult:
     """Start the cluster if it is not running. On an error, stops what it started and raises GcoreError.
 
-    `say`: called with a message before a slow operation.
+    `command`: returns the command line of a daemon. `say`: called with a message before a slow operation.
     """
     from controllers.daemon.keeper import STOPPING
     from gcore.config.local_cluster import FILE_NAME, LocalClusterState

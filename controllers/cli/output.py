@@ -268,7 +268,7 @@ def as_yaml(tree: Any) -> str:
 
 
 def _plain(tree: Any) -> Any:
-    """Replace StrEnum members by plain text, because PyYAML writes a subclass of str with its type."""
+    """Replace StrEnum members in a tree by plain text, because PyYAML writes a subclass of str with its type."""
     match tree:
         case dict():
             return {str(key): _plain(value) for key, value in tree.items()}
@@ -382,7 +382,7 @@ def printable_cells(*values: object) -> tuple[str, ...]:
 
 
 def job_rows(job: JobSnapshot, now: float) -> dict[str, str]:
-    """The rows of `gcore describe`. `now`: seconds since the epoch."""
+    """The rows of `gcore describe` (name and text). `now`: present time in seconds since the epoch."""
     rows = {
         "job": f"{printable_text(job.full_name)} ({printable_text(job.uid)})"
         + (f", owner {printable_text(job.owner)}" if job.owner else ""),
@@ -429,7 +429,7 @@ def best_line(best: BestPoint) -> str:
 
 
 def audit_rows(report: pb.AuditReport) -> dict[str, str]:
-    """The rows of `gcore audit`."""
+    """The rows of `gcore audit` (name and text)."""
     told = list(report.violations)
     beyond = (
         told.pop() if 0 < len(report.findings) < len(told) else ""
@@ -471,7 +471,8 @@ PREPARED = ".cache/examples"
 
 
 def prepare_hint(text: str) -> str:
-    """A hint to append to an error that names a missing file of a prepared example: the command that creates it. Empty otherwise."""
+    """A hint to append to the error message `text`: if it names a missing file of an example, the command that creates
+    it; else empty."""
     for path in re.findall(rf"(\S*{re.escape(PREPARED)}/[a-z-]+)/", text):
         name = Path(path).name
         if name in NAMES and not Path(path).exists():

@@ -62,7 +62,7 @@ _BLANK = "\ue000"
 """A private character that stands for a blank inside a quoted word."""
 
 _BELOW = 4
-"""Indent of a last column that is printed below its row."""
+"""Indent of the last column of a table, if it is printed below its row because the row is wider than the terminal."""
 
 
 def terminal_columns(stream: TextIO) -> int | None:
@@ -124,7 +124,8 @@ def list_commands(commands: Mapping[str, str]) -> None:
 
 
 def say(text: str, *, err: bool = False, indent: str = "") -> None:
-    """Print sentences, wrapped on a terminal, with the program's name as the user called it in hints in backquotes."""
+    """Print sentences, wrapped on a terminal by at most `MOST_COLUMNS` columns. Commands in backquotes begin with the
+    name by which the user called the program. `indent`: of continued lines."""
     columns = terminal_columns(sys.stderr if err else sys.stdout)
     width = None if columns is None else min(columns, MOST_COLUMNS)
     typer.echo(wrap_text(with_program_name(text), width, indent), err=err)
@@ -209,7 +210,7 @@ def _column_widths(rows: Sequence[Sequence[str]], limit: int | None) -> list[int
 
 
 def _wrap_cell(cell: Text, width: int) -> list[Text]:
-    """The lines of a cell. A wrapped cell keeps its base style only."""
+    """Wrap a table cell into lines of at most `width` columns. A wrapped cell keeps only its base style."""
     from rich.text import Text
 
     if cell.cell_len <= width:

@@ -38,7 +38,7 @@ from gcore.store.types import WatchBatch, WatchEvent
 from placement.moves import move_in_words
 
 MOST_MOVES = 8
-"""Maximum number of move events from one write of the moves record."""
+"""Maximum number of events from one write of the record of placement changes (moves)."""
 
 MOST_CHECKPOINTS = 8
 """Maximum number of checkpoint events from one write of the record `checkpoints`. The newest checkpoints get one each,
@@ -78,7 +78,7 @@ class Event:
 
     @property
     def data_json(self) -> str:
-        """The data as JSON."""
+        """`data` as JSON."""
         return json.dumps(self.data)
 
 

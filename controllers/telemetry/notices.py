@@ -51,7 +51,7 @@ MOST_OF_JOB = 64
 
 
 class WaitReporter:
-    """Tracks what the job waits for and since when, and reports long waits."""
+    """Tracks what the job waits for and since when; publishes this as metrics, and posts a warning for each long wait."""
 
     def __init__(self, job: LiveJob, metrics: Metrics, clock: Clock) -> None:
         self._job = job
@@ -61,7 +61,7 @@ class WaitReporter:
         """Current waits (their `stall` keys, which change with progress) that were already reported as a warning."""
         self._waiting: tuple[Wait, ...] = ()
         self._looked = -LOOK_S
-        """When the waits were last computed, by the monotonic clock."""
+        """When the waits were last computed, in monotonic seconds."""
 
     async def run(self) -> None:
         """Compute and publish the waits once a second until cancelled; for a job that has no reconciler to call `look`."""
@@ -171,7 +171,8 @@ class WarningLog:
         self._news = asyncio.Event()
 
     def note(self, topic: str, sentence: str) -> None:
-        """Log a warning and queue it for the store. `topic`: one word of a small fixed set."""
+        """Log a warning and queue it for the store. `topic`: key of the warning, from a small fixed set; the next one
+        with this key replaces it."""
         log.warning("%s", sentence)
         now = self._clock.wall()
         self._waiting.append(Trouble(topic=topic, node=self._node, sentence=sentence, time=now))

@@ -98,7 +98,7 @@ MOST_SAID = 2000
 """Maximum characters of an event's message."""
 
 LIST_ANEW_S = 5.0
-"""Lifetime of a cached list of jobs, which needs the records of each job."""
+"""Seconds for which a list of jobs is cached, because it needs the records of each job."""
 
 Tree = dict[str, Any]
 
@@ -181,8 +181,8 @@ class TimelineRow:
 
 @dataclass
 class SlotTimelines:
-    """The states of slots in the newest steps. `steps`: (begin, end, step) by the first node's slot accounting; `more`: number of slots without
-    a row."""
+    """The states of slots in the newest steps. `rows`: one per slot. `steps`: (begin, end, step) in seconds since the
+    epoch, by the clock of the first node. `more`: number of slots without a row."""
 
     rows: list[TimelineRow] = field(default_factory=list)
     steps: list[tuple[float, float, int]] = field(default_factory=list)
@@ -280,7 +280,7 @@ class PageContent:
         self._timelines = FileCache(timelines_stamp, read_timelines)
 
     async def cluster(self) -> Tree:
-        """All jobs, newest first, and the nodes."""
+        """The jobs that the caller may see, newest first, and the nodes of the cluster."""
         listing, known = await asyncio.gather(self._jobs.cluster(), self._list())
         return {
             "node": self._node,

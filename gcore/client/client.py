@@ -96,9 +96,11 @@ class AsyncClient:
         new: bool = False,
         request_id: str | None = None,
     ) -> Job:
-        """Submit a job from a spec file or a mapping. `set`: overrides `section.field=value` of a file, as on the command line.
+        """Submit a job from a spec file or a mapping. `set`: overrides `section.field=value` of a file, as on the
+        command line.
 
-        `request_id`: a repeated request with the same ID returns the same job. Raises SpecError, UsageError.
+        `new`: always create a new job; an unfinished one of that name is cancelled. `request_id`: a repeated request
+        with the same ID returns the same job. Raises SpecError, UsageError.
         """
         if isinstance(spec, Mapping):
             if set:
@@ -133,7 +135,7 @@ class AsyncClient:
         return Listing(parse_job(one) for one in found)
 
     async def cancel(self, job: JobRef, *, drain: bool = False) -> Job:
-        """Cancel a job; with `drain` at its next commit."""
+        """Cancel a job: immediately, or with `drain` at its next commit, with a checkpoint."""
         return parse_job(await self.jobs.cancel_job(_name(job), drain=drain))
 
     async def pause(self, job: JobRef) -> Job:
@@ -147,7 +149,7 @@ class AsyncClient:
     async def update(
         self, job: JobRef, *, priority: int | None = None, slots_min: int | None = None, slots_max: int | None = None
     ) -> Job:
-        """Change the scheduling of a running job. `slots_max` 0: no limit."""
+        """Change priority and slot limits of a running job; None: unchanged. `slots_max` 0: no limit."""
         given = {"priority": priority, "slots_min": slots_min, "slots_max": slots_max}
         changes = {name: value for name, value in given.items() if value is not None}
         return parse_job(await self.jobs.update_job(_name(job), changes))
@@ -157,11 +159,12 @@ class AsyncClient:
         await self.jobs.delete_job(_name(job), files=files)
 
     async def evaluate(self, job: JobRef) -> int:
-        """Request an evaluation of the newest weights and return their step."""
+        """Request an evaluation of the newest weights on the held-out prompts. Returns the step of these weights, not
+        the result."""
         return int((await self.jobs.run_eval(_name(job))).step)
 
     async def wait(self, job: JobRef) -> Job:
-        """Wait until the job has ended and return it. Check its `state`."""
+        """Wait until the job has ended and return it. Raises no error if it failed: check its `state`."""
         found = await self.get(job)
         async with aclosing(self.events(found)) as events:
             async for _ in events:
@@ -261,11 +264,11 @@ class AsyncClient:
         return await self.jobs.get_books(_name(job), step)
 
     async def placement(self, job: JobRef) -> pb.PlacementReply:
-        """Return which pools a job's slots serve, and the newest placement changes."""
+        """Return a job's placement (which pool each slot serves: rollout, reward or train), and its newest changes."""
         return await self.jobs.get_placement(_name(job))
 
     async def pin(self, request: pb.PinPlacementRequest) -> pb.PlacementReply:
-        """Pin a part of a job's placement, or release the pin."""
+        """Pin a part of a job's placement, so that the policy does not change it, or release the pin."""
         return await self.jobs.pin_placement(request)
 
     async def quotas(self) -> Sequence[pb.Quota]:

@@ -287,7 +287,7 @@ class JobsClient(ResumingStreams):
             request.page_token = reply.next_page_token
 
     async def cancel_job(self, job: str, *, drain: bool = False) -> v1_pb.Job:
-        """Cancel the job; with `drain` at its next commit. Has no effect on an ended job."""
+        """Cancel the job: immediately, or with `drain` at its next commit. Has no effect on an ended job."""
         request = v1_pb.CancelJobRequest(job=job, mode=v1_pb.CANCEL_MODE_DRAIN if drain else v1_pb.CANCEL_MODE_NOW)
         return await self._anywhere("cancel the job", lambda s, t: s.CancelJob(request, timeout=t))
 
@@ -312,7 +312,7 @@ class JobsClient(ResumingStreams):
         await self._anywhere("delete the job", lambda s, t: s.DeleteJob(request, timeout=t))
 
     async def run_eval(self, job: str) -> v1_pb.RunEvalReply:
-        """Request an evaluation of the newest weights and return their version."""
+        """Request an evaluation of the newest weights. Returns their version, not the result."""
         return await self._anywhere(
             "request an evaluation", lambda s, t: s.RunEval(v1_pb.RunEvalRequest(job=job), timeout=t)
         )
@@ -371,12 +371,12 @@ class JobsClient(ResumingStreams):
         return await self._anywhere("list the checkpoints", lambda s, t: s.ListCheckpoints(request, timeout=t))
 
     async def get_placement(self, job: str) -> v1_pb.PlacementReply:
-        """Return which pools the job's slots serve, and the newest placement changes."""
+        """Return the job's placement (which pool each slot serves: rollout, reward or train), and its newest changes."""
         request = v1_pb.GetPlacementRequest(job=job)
         return await self._anywhere("look up the placement", lambda s, t: s.GetPlacement(request, timeout=t))
 
     async def pin_placement(self, request: v1_pb.PinPlacementRequest) -> v1_pb.PlacementReply:
-        """Pin a part of a job's placement, or release the pin. Idempotent."""
+        """Pin a part of a job's placement, so that the policy does not change it, or release the pin. Idempotent."""
         return await self._anywhere("pin the placement", lambda s, t: s.PinPlacement(request, timeout=t))
 
     async def list_nodes(self) -> v1_pb.ListNodesReply:

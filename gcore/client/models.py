@@ -138,7 +138,7 @@ class Usage:
 
 
 class Listing(tuple[T, ...]):
-    """A tuple of results that a notebook displays as a table."""
+    """A tuple of results that a notebook displays as a table, one row per result."""
 
     __slots__ = ()
 

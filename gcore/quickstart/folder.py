@@ -55,7 +55,7 @@ class Recipe(Generic[M]):
     empty folder and returns the manifest."""
 
     example: str
-    """Example name in the manifest. A folder of another example is never replaced."""
+    """Name of the example in the manifest. The folder of another example is never replaced."""
     manifest: type[M]
     asked: Mapping[str, int]
     """Manifest fields with the values that they must have for an existing folder to be reused."""
@@ -199,7 +199,7 @@ class Reporter:
     """Progress reporter that shows nothing; base class of the others. Use it as a context manager."""
 
     def report(self, at: TeachingProgress) -> None:
-        """Report progress. Called after every update."""
+        """Show the progress of a training. Called after every optimizer update."""
 
     def __enter__(self) -> Self:
         return self
@@ -211,7 +211,8 @@ class Reporter:
 
     @classmethod
     def for_terminal(cls, progress: bool, what: str = "warm start") -> Reporter:
-        """Return the reporter that suits standard error: a bar, lines, or, without `progress`, nothing. `what`: label."""
+        """Return the reporter for standard error: a bar on a terminal, else lines; without `progress` one that shows
+        nothing. `what`: label."""
         if not progress:
             return Reporter()
         console = Console(stderr=True)

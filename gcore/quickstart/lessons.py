@@ -102,7 +102,7 @@ CONTEXT = 64
 
 @dataclass(frozen=True, slots=True)
 class Alphabet:
-    """The characters in the order of their ids, followed by padding and the end of sequence."""
+    """The token ids of a character tokenizer: `characters` in the order of their ids, then padding and end of sequence."""
 
     characters: str
 

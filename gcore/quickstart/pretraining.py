@@ -140,7 +140,7 @@ def _generate(network: Any, prompts: Tensor, tokens: int, generator: torch.Gener
 
 @contextmanager
 def _without_progress_bars() -> Iterator[None]:
-    """Disable transformers' own progress bar while saving."""
+    """Disable transformers' own progress bar while the block runs."""
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()
@@ -234,7 +234,8 @@ def any_sample_accuracy(model: SmallModel, lesson: Lesson, *, seed: int, samples
 def _train(
     model: SmallModel, lesson: Lesson, seed: int, updates: int, report: Callable[[TeachingProgress], None]
 ) -> _Look:
-    """Train the model; return the last measurement with an accuracy in `lesson.band`; if there is none, the last one."""
+    """Train the model. Returns the last measurement with an accuracy in `lesson.band`, or if there is none, the last
+    one."""
     network = model.network
     generator = torch.Generator().manual_seed(seed)
     sources = [_demonstrations(source, model.alphabet, lesson.longest_row) for source in lesson.sources]
@@ -276,7 +277,8 @@ def _learning_rate(update: int, updates: int) -> float:
 
 
 def _batch(sources: Sequence[_Demonstrations], lesson: Lesson, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Return inputs and labels, [rows, tokens] each: random exercises, each with the careless or the right answer."""
+    """Draw a batch of random exercises, each with the careless or the right answer: inputs and labels, [rows, tokens]
+    each."""
     inputs, labels = [], []
     for source, count in zip(sources, lesson.rows, strict=True):
         rows = torch.randint(len(source.inputs_right), (count,), generator=generator)

@@ -50,7 +50,7 @@ BAND = (0.2, 0.6)
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One exercise of a task."""
+    """One exercise of a starter task, with its right and its careless answer."""
 
     prompt: str
     answer: str
@@ -70,7 +70,7 @@ class StarterTask:
     instruction: str
     """The task in words, for users and for language models."""
     careless_words: str
-    """What the careless demonstrations do, as the end of a sentence."""
+    """What the careless demonstrations do wrong, as the end of a sentence for users."""
     longest_answer: int
     """Length of the longest answer, in characters."""
     draw: Callable[[int], Item]

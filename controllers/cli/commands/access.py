@@ -131,7 +131,7 @@ def show_certificate(
 
 LABELS = {"of": "type", "is": "status", "serves": "serverAuth", "calls": "clientAuth"}
 VALUES = {"good": "valid", "not yet good": "not yet valid", "an authority": "CA", "nobody of gcore": "not of gcore"}
-"""Labels and values of `certs show` for people, by the names in its JSON."""
+"""How the table of `certs show` prints the keys and values of its JSON."""
 
 
 @certs_app.command(

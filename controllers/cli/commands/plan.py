@@ -375,6 +375,7 @@ def make_plan(
 
 
 def _nothing_fits(planned: PlanReport, cluster: Path) -> UsageError:
+    """The error if no layout fits: the one that is closest to fit, and what to change."""
     from controllers.cli.view.plan import advice
 
     misfits = sorted(planned.found.misfits, key=lambda one: not planned.begins(one.way))
@@ -413,6 +414,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 
 
 def _shapes(spec: JobSpec) -> JobShapes:
+    """Read the dimensions of all models that the spec names: policy, critic and judges."""
     from placement.mapping.workload import JobShapes
 
     trusted = spec.model.trust_remote_code
@@ -429,7 +431,8 @@ def _shapes(spec: JobSpec) -> JobShapes:
 
 
 def _shape(key: str, path: str, *, trusted: bool) -> ModelShape:
-    """The shape of a model, from its configuration. Raises DataError."""
+    """Read the dimensions of a model from its configuration. `key`: the field of the spec that names it, for messages.
+    Raises DataError."""
     from gcore.models.checks import read_config
     from gcore.models.resolve import resolve_model
     from placement.mapping.workload import read_shape

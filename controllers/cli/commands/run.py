@@ -407,7 +407,11 @@ NOTICE = (
 
 
 async def begin_job(client: JobsClient, spec: JobSpec, *, request_id: str, new: bool) -> pb.Job:
-    """Create or continue the job. If a job of that name has finished, print whether it continues or a new job was created."""
+    """Create the job, or continue an unfinished one of that name. If a finished job has the name, print whether that
+    one continues with more steps or a new job was created.
+
+    `request_id`: a repeated call with the same ID returns the same job. `new`: always create a new job.
+    """
     from gcore.config.load import dump_explicit
 
     old = None if new else await find_finished(client, spec)
@@ -497,7 +501,7 @@ class RepeatedSignals:
         return self._pressed
 
     def heed(self) -> None:
-        """Raise KeyboardInterrupt now if a signal was recorded, and later at each signal."""
+        """From now on let signals interrupt: raise KeyboardInterrupt if one was recorded, and later at each signal."""
         self._heeded = True
         if self._pressed:
             raise KeyboardInterrupt
@@ -767,7 +771,11 @@ def _down(home: Path, further: RepeatedSignals | None) -> None:
 
 
 def _show_summary(summary: Summary, longer: str, home: Path | None, address: str | None) -> None:
-    """Print the result of a run and the next commands. `home`: that of the local cluster, which may have been stopped."""
+    """Print the result of a run and the commands that the user may need next.
+
+    `longer`: the command that trains more steps. `home`: home folder of a local cluster, which may have been stopped;
+    None: a remote cluster.
+    """
     from controllers.cli.view.summary import next_commands, summary_table
 
     options = ["--address", address] if address is not None else []

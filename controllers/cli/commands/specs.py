@@ -133,7 +133,7 @@ def _refuse_occupied(target: Path, *, force: bool) -> None:
 
 
 def _own_model(given: str) -> UserModel:
-    """Resolve `--model`. Raises UsageError."""
+    """The model that the user gave with `--model`: a folder or the name of a model on a hub. Raises UsageError."""
     from controllers.cli.local import count_gpus
     from gcore.models.hubs import hub_model
     from gcore.quickstart.starter import UserModel
@@ -191,7 +191,7 @@ def download_sentence(path: str, answer: HubAnswer) -> str:
 
 
 def download_tree(answer: HubAnswer) -> dict[str, Any]:
-    """The download as a JSON object; sizes in bytes."""
+    """The files to download for a model as a JSON object; sizes in bytes. `here`: bytes that are cached already."""
     return {
         "hub": answer.hub,
         "commit": answer.commit,
@@ -212,7 +212,7 @@ def warn_of_trust(model: ModelSpec) -> None:
 
 
 def format_bytes(size: int) -> str:
-    """`3.4 GB`, `120 kB`; decimal units, as on the hubs."""
+    """Format a size in bytes: `3.4 GB`, `120 kB`. Decimal units, as on the model hubs."""
     for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if size >= factor:
             return f"{size / factor:.1f} {unit}"
@@ -220,7 +220,11 @@ def format_bytes(size: int) -> str:
 
 
 def planned_processes(spec: JobSpec, controllers: int, slots: str, models: ModelConfigs | None) -> list[dict[str, str]]:
-    """The processes that `gcore run` would start, computed by the placement code."""
+    """The processes that `gcore run` would start, each with its node and slots. The placement code of the controllers
+    computes them.
+
+    `models`: configurations of the models, for estimates of memory; None: not read.
+    """
     from controllers.cli.local import deal_slots, memory_share_gib
     from controllers.cluster.registration import node_facts
     from gcore.engines.emulated.launch import is_emulated
@@ -258,7 +262,11 @@ def planned_processes(spec: JobSpec, controllers: int, slots: str, models: Model
 
 
 def run_length(flow: FlowSpec, prompts: int) -> str:
-    """Examples: `20 steps`, `2 data epochs, 24 steps`, `2 data epochs, at most 24 steps, fewer if prompts are filtered`."""
+    """Say how long a run will be: `20 steps`, or `2 data epochs, 24 steps`. `prompts`: number of prompts of a data
+    epoch.
+
+    If the number of steps depends on how many prompts are filtered, the text gives the maximum.
+    """
     from placement.slots import count_noun
 
     steps = flow.last_step(prompts)
@@ -371,7 +379,11 @@ def prepare(
 
 
 def check_files(spec: JobSpec, home: Path, sample: int | None) -> CheckedJob:
-    """Run the checks that a controller makes when a job is submitted, and count all prompts."""
+    """Run the checks that a controller makes when a job is submitted, and count all prompts.
+
+    `home`: home folder, whose cache of data is used if it exists. `sample`: number of prompts of each source to
+    tokenize; None: all.
+    """
     from controllers.api.submission.checks import check_submission
     from controllers.cli.view.data import progress_bar
 

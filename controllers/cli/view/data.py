@@ -69,7 +69,7 @@ def show_groups(console: Console, groups: Sequence[pb.SampleGroup]) -> None:
 
 
 def reward_text(response: pb.SampleResponse) -> str:
-    """Reward and advantage of a response, as text."""
+    """Reward and advantage of a response as text: `reward 1, advantage +0.707`."""
     return f"reward {_number(response.reward)}, advantage {_advantage(response)}"
 
 

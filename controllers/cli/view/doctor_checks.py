@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 
 class CheckState(StrEnum):
-    """The result of a check."""
+    """The result of a check. WARN: gcore works, but slower or only for some jobs. FAIL: gcore does not work here."""
 
     OK = "ok"
     WARN = "warn"
@@ -149,7 +149,7 @@ def check_deepspeed(probe: Mapping[str, Any]) -> Check:
 
 
 def check_etcd(path: str, version: str) -> Check:
-    """Check the etcd binary."""
+    """Warn of an etcd version that can lose data. `path`: that of the binary."""
     parts = version.split("-")[0].split(".")
     number = tuple(map(int, parts)) if all(part.isdigit() for part in parts) else ()
     seen = f"{version or 'version unknown'} at {path}"
@@ -241,7 +241,11 @@ def check_threads(environment: Mapping[str, str], cpus: float) -> Check:
 
 
 def check_sglang(python: str | None, version: str | None, error: str = "") -> Check:
-    """Check the SGLang environment. Only `rollout.engine: sglang` needs it."""
+    """Check the SGLang environment, which only `rollout.engine: sglang` needs.
+
+    `python`: its interpreter; None: no environment. `version`: of SGLang; None: not installed. `error`: why the given
+    environment is invalid.
+    """
     if error:
         fix = "Correct or unset --sglang-python or GCORE_SGLANG_PYTHON; `make sglang-setup` creates an environment"
         return Check("SGLang", FAIL, error, fix)

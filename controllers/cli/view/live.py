@@ -79,7 +79,8 @@ def list_sources(state: ViewState) -> tuple[str, ...]:
 
 
 def sources_table(state: ViewState) -> Table | None:
-    """The table of sources; None for a job with a single source."""
+    """The table of data sources with the numbers of the newest step and evaluation; None for a job with a single
+    source."""
     names = list_sources(state)
     if not names:
         return None
@@ -259,7 +260,7 @@ def _charts(state: ViewState, width: int) -> RenderableType:
 
 
 def _held_out(state: ViewState) -> str:
-    """The newest held-out accuracy, or with graded rewards the mean reward: `97.1%`, `0.367`."""
+    """The newest held-out result as text: accuracy (`97.1%`), or with graded rewards the mean reward (`0.367`)."""
     if not state.evals:
         return "-"
     newest = state.evals[-1]
@@ -407,7 +408,7 @@ def _doing(state: ViewState, node: NodeView) -> str:
 
 
 def _waits(state: ViewState, now: float, width: int) -> Iterator[RenderableType]:
-    """Wait reports, longest first."""
+    """Render the wait reports of an unfinished job, the longest wait first."""
     waits = () if state.ended else sorted(state.waiting, key=lambda wait: wait.since)
     for wait in waits[:WAITS_SHOWN]:
         head = f"waits  {format_seconds(max(0.0, now - wait.since)):>6}  "
@@ -415,7 +416,7 @@ def _waits(state: ViewState, now: float, width: int) -> Iterator[RenderableType]
 
 
 def _hanging(head: str, text: str, width: int, most: int, style: str = "") -> Text:
-    """`text` beside `head`, wrapped on words in at most `most` lines."""
+    """Lay out `text` to the right of `head`, wrapped on words in at most `most` lines of `width` columns."""
     room = max(10, width - len(head))
     lines = wrap_text(printable_text(text, room * most), room).split("\n")
     shown = Text.assemble((head, QUIET), no_wrap=True, overflow="ellipsis")

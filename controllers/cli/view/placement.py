@@ -148,7 +148,7 @@ def slot_roles(plan: Plan) -> dict[Slot, list[str]]:
 
 
 def slots_table(reply: pb.PlacementReply) -> Rows:
-    """A table with one line per slot."""
+    """A table with one row per slot: node, slot, and the workers on it."""
     plan = plan_of(reply)
     rows = [
         [_shown(one) for one in (slot.node + " (absent)" * (slot.node in reply.away), slot.slot, ", ".join(what))]
@@ -180,7 +180,8 @@ def placement_tree(reply: pb.PlacementReply) -> dict[str, Any]:
 
 
 def move_tree(move: Move) -> dict[str, Any]:
-    """A move as a JSON object, with its sentences."""
+    """A placement change as a JSON object, with sentences about the change (`sentence`) and its measured effect
+    (`came_of_it`)."""
     tree: dict[str, Any] = json.loads(move.model_dump_json())
     return {**tree, "sentence": move_in_words(move), "came_of_it": outcome_in_words(move)}
 
@@ -271,7 +272,8 @@ def _stayed(stay: HoldPeriod) -> list[str]:
 
 
 def _beside_expected(move: Move) -> str:
-    """Whether the steps after a move took longer or shorter than expected; empty if the difference is small."""
+    """Say whether the steps after a move took longer or shorter than expected; empty if the difference is at most
+    `SURPRISE`."""
     took = None if move.outcome is None else move.outcome.step_s
     if took is None or move.expected_s is None or move.within or move.state != "done":
         return ""
@@ -301,7 +303,8 @@ def _slots_in_words(slots: Sequence[str]) -> str:
 
 
 def history_table(moves: Sequence[Move]) -> Rows:
-    """A table with one line per move."""
+    """A table with one row per placement change: when, kind, state, slots before and after, expected and measured step
+    time, reason."""
     rows = (
         (
             _at(move),
@@ -345,7 +348,7 @@ class JobTop:
 
     @property
     def slots(self) -> int:
-        """Number of slots in the slot accounting."""
+        """Number of the job's slots, on the nodes with slot accounting."""
         return sum(book.slots for book in self.books.values())
 
     @property
@@ -408,7 +411,7 @@ def top_rows(top: JobTop) -> Iterable[tuple[str, str]]:
 
 
 def states_table(top: JobTop) -> Table:
-    """A table of slots by state, largest first."""
+    """A table of the number of slots in each state (busy, idle and others), largest first."""
     table = Table.grid(padding=(0, 3, 0, 0))
     table.add_row(*(Text(word, style=QUIET) for word in ("state", "slots", "")))
     for state, slots in sorted(top.by_state.items(), key=lambda item: (-item[1], item[0])):
@@ -501,7 +504,7 @@ def _of_node(pid: int, node: str, line: AccountLine, offset: float) -> Iterator[
 
 
 def _busy(span: Span) -> float:
-    """The busy share of the span."""
+    """The share of the time interval in which the slot was busy, 0 to 1."""
     length = span.end - span.begin
     return sum(s for state, s in span.seconds.items() if state.startswith("busy ")) / length if length > 0 else 0.0
 

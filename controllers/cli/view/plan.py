@@ -101,7 +101,7 @@ LONG = 500
 
 
 def plan_tree(planned: PlanReport, show: int) -> dict[str, Any]:
-    """The report as a JSON object; memory in GiB, times in seconds. `show`: maximum number of placements."""
+    """The report as a JSON object; memory in GiB, times in seconds. `show`: maximum number of fitting layouts in it."""
     found, cluster, device = planned.found, planned.cluster, planned.cluster.device
     first = planned.first
     return {
@@ -158,7 +158,7 @@ def layout_tree(fit: FittingLayout, *, starts: bool) -> dict[str, Any]:
 
 
 def model_rows(planned: PlanReport) -> Iterator[dict[str, Any]]:
-    """Memory of each model on one slot, with the number of train ranks of the best layout."""
+    """Yield a row for each model: its memory on one slot as an engine, or as one of the train ranks of the best layout."""
     workload, gpu = planned.workload, planned.cluster.device.is_gpu
     best = planned.first or next(iter(planned.found.fits), None)
     ranks = planned.cluster.slots if best is None else best.way.ranks
@@ -235,7 +235,8 @@ def _begins(planned: PlanReport, first: FittingLayout) -> str:
 
 
 def cache_hints(fit: FittingLayout) -> tuple[str, ...]:
-    """Advice for judges whose KV cache must be limited to fit. The limit of the policy is part of the placement section."""
+    """Advice for judges whose KV cache must be limited so that the layout fits. The policy's own limit is part of the
+    placement section."""
     return tuple(
         f"{name}: memory suffices for {cells:,} tokens of KV cache; set its serving.cache_tokens, because its default may use more"
         for name, cells in fit.room.cells
@@ -316,7 +317,8 @@ def placement_section(spec: JobSpec, fit: FittingLayout) -> YamlSection:
 
 
 def paste_section(section: YamlSection) -> tuple[YamlSection, tuple[str, ...]]:
-    """The section to paste, and sentences about fields to set by hand, because judges are a list."""
+    """Divide a section into the part that a user can paste into the spec, and sentences about fields of judges, which
+    are a list and must be set by hand."""
     fields = [
         f"set serving.{key}: {value} of judge {name}"
         for name, serving in section.get(JUDGES, {}).items()

@@ -74,7 +74,11 @@ def trouble_lines(before: WaitPoint | None, who: str, why: str, now: float) -> t
 
 
 def step_line(state: ViewState, point: StepPoint) -> str:
-    """`step 12/150 reward 0.620 accuracy 0.450 length 3.1 812 tok/s generate 0.31s transfer 0.02s ...`."""
+    """The line about a committed step: `step 12/150 reward 0.620 accuracy 0.450 length 3.1 812 tok/s generate 0.31s
+    ...`.
+
+    The accuracy is that of the newest evaluation. Phases follow in seconds, then the groups by node.
+    """
     reward, length = point.stats.get("reward"), point.stats.get("response_length")
     accuracy = state.evals[-1].accuracy if state.evals else None
     words = [
@@ -118,7 +122,8 @@ def _eval_lines(state: ViewState, point: EvalPoint) -> Iterator[str]:
 
 
 def set_line(point: EvalPoint, name: str) -> str:
-    """`sums 45.0%, pass@4 71.2%`: the result of one set, with the mean reward if it differs from the accuracy."""
+    """The result of one evaluation set: `sums 45.0%, pass@4 71.2%`; with the mean reward if it differs from the
+    accuracy."""
     score = point.sets.get(name, SetPoint())
     return ", ".join(
         [f"{printable_text(name)} {point.by_source[name]:.1%}", *format_measures(score.metrics, point.by_source[name])]
@@ -126,7 +131,8 @@ def set_line(point: EvalPoint, name: str) -> str:
 
 
 def answer_line(answer: AnswerPoint, prompt: str) -> str:
-    """`47+8= → 55  correct` or `47+8= → 54  incorrect, expected 55`. `prompt`: its displayed part."""
+    """A held-out response with its verdict: `47+8= → 55 correct` or `47+8= → 54 incorrect, expected 55`. `prompt`: the
+    part to display."""
     verdict = "correct" if answer.right else f"incorrect, expected {printable_text(answer.answer, 40)}"
     if answer.unscored:
         verdict = f"not scored: {printable_text(answer.unscored, 200)}"

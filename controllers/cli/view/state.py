@@ -25,7 +25,8 @@ PHASE_NAMES = {"collect": "generate", "exchange": "transfer", "train": "train", 
 
 @dataclass(frozen=True, slots=True)
 class StepPoint:
-    """One committed step. `stats`: its finite numbers (seconds, tokens or plain values)."""
+    """One committed step. `stats`: its metrics by name (those that are finite). `filtered`, `failed`: number of its
+    prompts with this outcome."""
 
     step: int
     lineage: int
@@ -101,7 +102,7 @@ class EvalPoint:
 
     @property
     def measured(self) -> str:
-        """`accuracy 20.0%`, or with graded rewards `accuracy 20.0%, mean reward 0.367`."""
+        """The result as text: `accuracy 20.0%`, or with graded rewards `accuracy 20.0%, mean reward 0.367`."""
         told = self.is_graded and self.mean_reward is not None
         return f"accuracy {self.accuracy:.1%}" + (f", mean reward {self.mean_reward:.3f}" if told else "")
 
@@ -232,7 +233,7 @@ class JobSnapshot:
 
     @property
     def of_steps(self) -> str:
-        """`40`, or `~40` if estimated."""
+        """The total number of steps as text: `40`, or `~40` if estimated."""
         return f"{'~' if self.steps_estimated else ''}{self.steps}"
 
     @property
@@ -326,21 +327,21 @@ class ViewState:
     checkpoint: str = ""
     waiting: tuple[WaitPoint, ...] = ()
     best: BestPoint | None = None
-    """From the newest response of the API."""
+    """The best evaluated step, as the API last returned it."""
     started: float | None = None
-    """Time of the first event."""
+    """Time of the first event, in seconds since the epoch."""
     last_time: float | None = None
     sequence: int = 0
     """Sequence number of the last event."""
 
     @property
     def ended(self) -> bool:
-        """Whether the job has ended."""
+        """Whether the job is in a final state."""
         return self.state in ENDED_STATES
 
     @property
     def of_steps(self) -> str:
-        """`40`, `~40` if estimated, `?` if unknown."""
+        """The total number of steps as text: `40`, `~40` if estimated, `?` if unknown."""
         return f"{'~' if self.steps_estimated else ''}{self.steps}" if self.steps else "?"
 
     @property
@@ -370,7 +371,7 @@ class ViewState:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Mean over all steps with known tokens and seconds."""
+        """Mean throughput over all steps with known tokens and seconds; None if there is none."""
         known = [p.stats for p in self.points if "tokens" in p.stats and p.stats.get("seconds", 0.0) > 0]
         seconds = sum(stats["seconds"] for stats in known)
         return sum(stats["tokens"] for stats in known) / seconds if seconds > 0 else None

@@ -58,7 +58,8 @@ REWARD_STEPS = 5
 
 @dataclass(frozen=True, slots=True)
 class AuditVerdict:
-    """The result of the audit. `violations` empty: clean."""
+    """The result of an audit. `violations`: sentences; empty: the audit is clean. `groups_by_node`: trained groups by
+    the node that generated them."""
 
     violations: tuple[str, ...] = ()
     groups_by_node: tuple[tuple[str, int], ...] = ()
@@ -121,7 +122,7 @@ class Summary:
     waits: dict[str, float]
     """Median waits of a step in seconds, by their names in `metrics.jsonl`."""
     bottleneck: str
-    """The phase that the others wait for; empty if unknown."""
+    """The phase of a step that train ranks or engines wait for the longest; empty if unknown."""
     eval_reward_before: float | None = None
     """Mean reward over all sets. None if rewards are only 0 and 1: then it equals the accuracy. The same holds for `eval_reward_after`."""
     eval_reward_after: float | None = None
@@ -441,7 +442,7 @@ def _lying_now(checkpoint: str, run_dir: Path) -> str:
 
 
 def _best(tree: object) -> BestPoint | None:
-    """Parse `best` of `summary.json`; None if absent or malformed."""
+    """Parse the best evaluated step (`best`) of `summary.json`; None if absent or malformed."""
     if not isinstance(tree, dict):
         return None
     step, value = get_count(tree, "step"), finite_or_none(tree.get("value"))
