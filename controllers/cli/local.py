@@ -76,7 +76,8 @@ def real_path(path: Path) -> Path:
 
 
 def classify_process(arguments: Sequence[str], home: Path) -> Kind | None:
-    """The kind of a process of `home` (absolute, resolved) by its command line; None if it belongs to another home folder."""
+    """The kind of a process, from its command line; None if it is not a process of the home folder `home` (absolute,
+    resolved)."""
     if not arguments:
         return None
     if Path(arguments[0]).name == "etcd":
@@ -259,7 +260,8 @@ def end_processes(home: Path, *, clock: Clock, grace_s: float | None = None) -> 
 
 
 def _end(processes: Sequence[ProcessId], grace_s: float, clock: Clock) -> int:
-    """Stop the processes. Returns how many had to be killed."""
+    """Send SIGTERM to the processes, and SIGKILL to those that still run after `grace_s` seconds. Returns how many were
+    killed."""
     if grace_s > 0:
         for process in processes:
             send_signal(process, signal.SIGTERM)
@@ -600,7 +602,10 @@ async def _absent(home: Path, clock: Clock) -> tuple[str, ...]:
 
 @contextlib.contextmanager
 def _alone(home: Path) -> Iterator[None]:
-    """Create the home folder and hold its exclusive lock while the block runs. Raises UsageError."""
+    """Create the home folder and hold its exclusive lock while the block runs.
+
+    Raises UsageError if another command holds the lock, or if the folder is not writable.
+    """
     try:
         home.mkdir(parents=True, exist_ok=True)
         with _locked(home / "up.lock", wait=False):

@@ -43,14 +43,15 @@ MIN_CHART_VALUES = 3
 
 
 def printable_text(text: str, limit: int = 60) -> str:
-    """`text` on one line, truncated to `limit` characters, with control and invisible characters escaped."""
+    """Make `text` safe to print: on one line, truncated to `limit` characters, with control and invisible characters
+    escaped."""
     shown = "".join(c if c == " " or _harmless(c) else _spelt(c) for c in text[: limit + 1])
     return shown if len(shown) <= limit else shown[: limit - 1] + "…"
 
 
 def distinguish_texts(texts: Sequence[str], limit: int = 60) -> list[str]:
-    """Each of `texts` through `printable_text`. If one is too long, their common first words (such as a system message) are replaced by "…", so
-    that the differences remain visible."""
+    """Make each of `texts` safe to print (`printable_text`). If one is longer than `limit` characters, the first words
+    that all have in common (such as a system message) are replaced by "…", so that the differences remain visible."""
     alike = takewhile(lambda column: len(set(column)) == 1, zip(*texts, strict=False)) if len(texts) > 1 else ()
     end = max((n + 1 for n, column in enumerate(alike) if column[0].isspace()), default=0)
     if not end or all(len(text) <= limit for text in texts):
@@ -67,7 +68,7 @@ def _spelt(character: str) -> str:
 
 
 def format_seconds(value: float) -> str:
-    """A duration for people: 0.42s, 12s, 3m05s, 2h07m."""
+    """Format a duration in seconds for people: 0.42s, 12s, 3m05s, 2h07m."""
     if value < 10:
         return f"{value:.2f}s"
     whole = round(value)
@@ -120,7 +121,7 @@ def draw_chart(values: Sequence[float | None], *, height: int, low: float, high:
 
 
 def scale_chart(values: Sequence[float], *, clip_first: bool = False) -> tuple[float, float]:
-    """The ends of a chart's axis: round numbers around `values`, so that their differences remain visible.
+    """Choose the lower and upper end of a chart's axis: round numbers close to the range of `values`.
 
     `clip_first`: for times and rates, whose first step includes the start of engines and train ranks. The first value does not count if it is
     farther from the later ones than these are apart; `draw_chart` then draws it at the end of the axis.
@@ -377,7 +378,7 @@ def jobs_table(jobs: Sequence[JobSnapshot]) -> Rows:
 
 
 def printable_cells(*values: object) -> tuple[str, ...]:
-    """A row of a table, each cell through `printable_text`."""
+    """Convert the values of a table row to text that is safe to print (`printable_text`)."""
     return tuple(printable_text(str(value)) for value in values)
 
 
@@ -462,7 +463,7 @@ def format_ranges(numbers: Sequence[int]) -> str:
 
 
 def format_time(epoch_s: float) -> str:
-    """A time for people, in UTC; "-" if the time is 0."""
+    """Format a time (seconds since the epoch) for people, in UTC; "-" if it is 0."""
     return datetime.fromtimestamp(epoch_s, UTC).strftime("%Y-%m-%d %H:%M:%S UTC") if epoch_s else "-"
 
 

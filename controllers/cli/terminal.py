@@ -79,7 +79,8 @@ def terminal_columns(stream: TextIO) -> int | None:
 
 
 def wrap_text(text: str, width: int | None, indent: str = "") -> str:
-    """`text` with its lines wrapped at `width` terminal columns (None: not at all); continued lines begin with their own indent and `indent`.
+    """Wrap the lines of `text` at `width` terminal columns (None: not at all). A continued line begins with the indent
+    of its line and `indent`.
 
     Text in backquotes is one word. A word that is longer than a line has a line for itself.
     """
@@ -109,7 +110,8 @@ def _wrapped(line: str, width: int, indent: str) -> list[str]:
 
 
 def list_commands(commands: Mapping[str, str]) -> None:
-    """Print commands by their purpose. On a terminal a long command continues after a backslash, so that a copy of its lines runs."""
+    """Print a list of commands, each after its purpose. `commands`: command line by purpose. On a terminal a long
+    command continues after a backslash, so that a copy of its lines runs."""
     columns = terminal_columns(sys.stdout)
     left = max(map(len, commands), default=0) + _PAIRS_GAP
     for purpose, line in commands.items():

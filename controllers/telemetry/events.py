@@ -348,7 +348,7 @@ def _entry(before: JobMirror, entry: LogEntry, after: JobMirror) -> Iterator[Der
 
 
 def _known_steps(job: JobRecord) -> int | None:
-    """The job's last step, if the spec determines it."""
+    """The number of the job's last step; None if it depends on how many prompts are filtered."""
     return FlowSpec.model_validate(job.spec.get("flow", {})).last_step(job.prompts)
 
 

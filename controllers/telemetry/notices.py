@@ -99,7 +99,8 @@ class WaitReporter:
 
 @asynccontextmanager
 async def report_waits(job: LiveJob, metrics: Metrics, clock: Clock) -> AsyncIterator[None]:
-    """Report what the job waits for while the block runs. Raises the reporter's exception, which is a bug."""
+    """Run a `WaitReporter` and write the job's warnings while the block runs. An exception of these tasks is a bug; it
+    is raised at the end."""
     tasks = [asyncio.create_task(work) for work in (WaitReporter(job, metrics, clock).run(), job.warnings.run())]
     try:
         yield

@@ -142,7 +142,7 @@ class JobTelemetry:
         return self.stopwatch.stats(view, self._clock.monotonic())
 
     def close(self) -> None:
-        """Remove the job from the metrics of this controller."""
+        """Remove the job's labels from the Prometheus metrics of this controller."""
         if self._mirror.job is not None:
             self._metrics.forget_job(self._mirror.job.record.full_name)
 
@@ -203,7 +203,8 @@ class RunRecorder:
         self.samples.note(mirror, find_group)
 
     async def finish(self) -> None:
-        """Write the remaining data of an ended job and pass it to the trackers, within a bounded time."""
+        """Write the remaining metrics, samples and the copy of the records of an ended job, then wait for the trackers.
+        Takes a bounded time."""
         for task in self._writing:
             task.cancel()
         last = {"records": self._recorder.finish(), "samples": self.samples.write(), "copy": self._leave_copy()}
@@ -219,7 +220,10 @@ class RunRecorder:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _leave_copy(self) -> None:
-        """Write a copy of the job's records to the run folder, so that the run can be audited without its cluster. One copy is sufficient."""
+        """Write a copy of the job's records to the run folder, so that the run can be audited without its cluster.
+
+        Does nothing if another controller has written it.
+        """
         mirror = self._look()
         run_dir, me = mirror.run_dir, self._identity.incarnation
         await self._clock.sleep(COPY_TURN_S * turn_of(mirror.members, me, "copy"))

@@ -221,7 +221,11 @@ def drop_reward_stats(stats: Mapping[str, float]) -> dict[str, float]:
 
 
 def truncated_sources(stats: Mapping[str, float], only: str) -> list[str]:
-    """The sources with more than half of their responses truncated in a step. `only`: the source of a job with a single source."""
+    """Names of the data sources with more than half of their responses truncated in a step.
+
+    `stats`: the metrics of the step. `only`: name of the source of a job with a single one, whose metrics have no
+    source in their key.
+    """
     shares = {
         found[1]: value for key, value in stats.items() if (found := split_source_key(key)) and found[0] == "truncated"
     }

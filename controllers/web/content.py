@@ -194,7 +194,8 @@ class SlotTimelines:
 
 
 def read_timelines(run_dir: Path) -> SlotTimelines:
-    """Read the timelines of the slots from a run folder. Raises OSError."""
+    """Read the timelines of a job's slots in the newest steps from the slot accounting in its run folder. Raises
+    OSError."""
     found = SlotTimelines()
     books = sorted((run_dir / FOLDER).glob("*.jsonl"))[:MOST_NODES]
     steps = max(min(MOST_STEPS, MOST_LINES // max(len(books), 1)), 1)

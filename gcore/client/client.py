@@ -139,7 +139,7 @@ class AsyncClient:
         return parse_job(await self.jobs.cancel_job(_name(job), drain=drain))
 
     async def pause(self, job: JobRef) -> Job:
-        """Pause a job. It releases its slots at its next commit."""
+        """Pause a job. It writes a checkpoint and releases its slots at its next commit; `resume` continues it."""
         return parse_job(await self.jobs.pause_job(_name(job)))
 
     async def resume(self, job: JobRef) -> Job:
@@ -155,7 +155,7 @@ class AsyncClient:
         return parse_job(await self.jobs.update_job(_name(job), changes))
 
     async def delete(self, job: JobRef, *, files: bool = False) -> None:
-        """Delete the record of an ended job, and with `files` its run folder."""
+        """Delete the records of an ended job, and with `files` also its run folder with all checkpoints."""
         await self.jobs.delete_job(_name(job), files=files)
 
     async def evaluate(self, job: JobRef) -> int:
@@ -230,7 +230,8 @@ class AsyncClient:
         return Listing(parse_node(one) for one in (await self.jobs.list_nodes()).nodes)
 
     async def drain(self, node: str, *, undo: bool = False) -> Node:
-        """Drain a node: every job leaves it at its next commit. `undo`: use the node again."""
+        """Drain a node: every job leaves it at its next commit, and no new work starts there. `undo`: use the node
+        again."""
         return parse_node(await self.jobs.drain_node(node, undo=undo))
 
     async def usage(

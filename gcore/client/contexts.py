@@ -116,7 +116,7 @@ def load_contexts(file: Path) -> Contexts:
 
 
 def save_contexts(file: Path, contexts: Contexts) -> None:
-    """Write the file with mode 0600. Raises UsageError."""
+    """Write the contexts file with mode 0600. Raises UsageError."""
     import yaml
 
     tree = contexts.model_dump(mode="json", exclude_none=True)

@@ -597,7 +597,8 @@ def _class_place(found: type) -> tuple[str, tuple[str, ...], Node]:
 
 
 def _texts(module_name: str) -> Iterator[str]:
-    """The texts that define a module: its file, or the cells that were run in this notebook, the newest first."""
+    """Yield the source texts that may define a class of the module: its file, or the cells that were run in this
+    notebook, the newest first."""
     file = getattr(sys.modules.get(module_name), "__file__", None)
     if file is not None:
         linecache.checkcache(file)

@@ -144,10 +144,11 @@ class ArithmeticManifest(PreparedManifest):
 def prepare_arithmetic(
     to: Path, *, seed: int = 0, progress: bool = True, warm_updates: int = WARM_UPDATES, must_fit: bool = True
 ) -> PreparedFolder[ArithmeticManifest]:
-    """Prepare the example in the folder `to`, or find it there.
+    """Prepare the example in the folder `to`, or reuse it if it is there.
 
-    `warm_updates`: length of the warm start. `must_fit`: require a greedy accuracy of 38 % to 48 % on held-out sums. Raises DataError if it is
-    outside, if `to` is something other than a prepared example, or if it cannot be written.
+    `warm_updates`: optimizer updates of the warm start. `must_fit`: require a greedy accuracy of 38 % to 48 % on
+    held-out sums. Raises DataError if it is outside, if `to` is something other than a prepared example, or if it
+    cannot be written.
     """
 
     def fill(draft: Path) -> ArithmeticManifest:
@@ -362,10 +363,11 @@ class JudgeManifest(PreparedManifest):
 def prepare_arithmetic_judge(
     to: Path, *, seed: int = 0, progress: bool = True, updates: int = UPDATES, must_fit: bool = True
 ) -> PreparedFolder[JudgeManifest]:
-    """Prepare the judge in the folder `to`, or find it there.
+    """Prepare the judge in the folder `to`, or reuse it if it is there.
 
-    `updates`: length of the training. `must_fit`: require 97 % correct verdicts, and at most 2 % of wrong answers called right. Raises
-    DataError if it misses them, if `to` is something other than a prepared judge, or if it cannot be written.
+    `updates`: optimizer updates of the training. `must_fit`: require 97 % correct verdicts, and at most 2 % of wrong
+    answers called right. Raises DataError if it misses them, if `to` is something other than a prepared judge, or if it
+    cannot be written.
     """
 
     def fill(draft: Path) -> JudgeManifest:

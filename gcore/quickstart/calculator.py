@@ -127,10 +127,11 @@ class CalculatorManifest(PreparedManifest):
 def prepare_calculator(
     to: Path, *, seed: int = 0, progress: bool = True, warm_updates: int = WARM_UPDATES, must_fit: bool = True
 ) -> PreparedFolder[CalculatorManifest]:
-    """Prepare the example in the folder `to`, or find it there.
+    """Prepare the example in the folder `to`, or reuse it if it is there.
 
-    `warm_updates`: length of the warm start. `must_fit`: require a correct tool call in 10 % to 60 % of sampled responses. Raises DataError if
-    the share is outside, if `to` is something other than a prepared example, or if it cannot be written.
+    `warm_updates`: optimizer updates of the warm start. `must_fit`: require a correct tool call in 10 % to 60 % of
+    sampled responses. Raises DataError if the share is outside, if `to` is something other than a prepared example, or
+    if it cannot be written.
     """
 
     def fill(draft: Path) -> CalculatorManifest:

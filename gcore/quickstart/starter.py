@@ -143,7 +143,8 @@ TASKS = {
 
 @functools.cache
 def split_task(task: StarterTask, seed: int) -> StarterSplit:
-    """Return the exercises of a task, split into three parts. `seed` decides which prompts there are."""
+    """Generate the exercises of a task for evaluation, training and the warm start. `seed` decides which prompts there
+    are."""
     drawn: dict[str, Item] = {}
     for number in hashed_numbers(f"{task.name} {seed}"):
         item = task.draw(number)
@@ -255,7 +256,10 @@ def package_name(name: str) -> str:
 
 
 def project_files(name: str, task: StarterTask, model: UserModel | StarterModel, *, seed: int) -> dict[str, str]:
-    """Return all text files of the project except its data, by path. Raises UsageError for a name that is not usable."""
+    """Return the text of each file of the project except its data, by path relative to its folder.
+
+    Raises UsageError for a name that is not usable.
+    """
     package = package_name(name)
     split = split_task(task, seed)
     shown = next(item for item in split.train if item.careless_answer != item.answer)

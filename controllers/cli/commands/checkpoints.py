@@ -181,7 +181,11 @@ def find_checkpoints(job: str, home: Path, address: str | None) -> CheckpointLis
 
 
 def select_checkpoint(found: CheckpointListing, step: int) -> pb.CheckpointInfo:
-    """The checkpoint of a step. If rollbacks left several, prefer one that is kept, then the newest lineage. Raises UsageError."""
+    """Select the checkpoint of a step. If rollbacks left several, prefer one that is kept, then the one of the newest
+    lineage.
+
+    Raises UsageError if there is none.
+    """
     job = found.reply
     there = [one for one in job.checkpoints if one.step == step]
     if there:
@@ -213,7 +217,7 @@ def _table(found: pb.ListCheckpointsReply, now: float) -> Rows:
 
 
 def format_size(count: int) -> str:
-    """`12.3 MB`; `-` if the size is unknown."""
+    """Format a size in bytes: `12.3 MB`; `-` for 0 (unknown)."""
     if not count:
         return "-"
     unit, size = next(((u, s) for u, s in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)) if count >= s), ("KB", 1e3))
@@ -239,7 +243,11 @@ def local_checkpoint(folder: Path, job: str, home: Path, address: str | None, ne
 
 
 def _fetcher(folder: Path, job: str, home: Path, address: str | None) -> Callable[[Path], Path]:
-    """A function that fetches the checkpoint into a folder from the nodes that have it."""
+    """Return a function that copies the checkpoint `folder` of a job into a local folder, from one of the nodes that
+    have it.
+
+    Raises GcoreError if the cluster lists no node for it.
+    """
     from controllers.storage.peer_files import PeerFiles, fetch_from_first
     from gcore.models.layout import verify_checkpoint
 

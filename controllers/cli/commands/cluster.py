@@ -214,7 +214,8 @@ def usage(
 
 
 def node_status(node: pb.Node) -> str:
-    """`ready`, `draining` or `drained`, and the unhealthy slots: `ready, 1 unhealthy: ...`."""
+    """The state of a node as text: `ready`, `draining` or `drained`, then its unhealthy slots: `ready, 1 unhealthy:
+    ...`."""
     state = "ready" if not node.draining else "draining" if node.uses else "drained"
     return f"{state}, {len(node.sick)} unhealthy: {printable_text('; '.join(node.sick), 200)}" if node.sick else state
 
@@ -495,7 +496,7 @@ def quota(
 
 
 def parse_slots(namespace: str, text: str) -> int | None:
-    """Parse the SLOTS argument; None: no limit. Raises UsageError."""
+    """Parse the SLOTS argument of `gcore quota`; None: no limit. `namespace`: for the message. Raises UsageError."""
     if text == NO_LIMIT:
         return None
     if not (text.isascii() and text.isdigit() and len(text) <= 9):

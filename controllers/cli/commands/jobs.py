@@ -81,7 +81,7 @@ def list_jobs(
 
 
 def parse_state(word: str) -> int:
-    """The number of a job state given by name. Raises UsageError."""
+    """The API's number of a job state given by name, such as "running". Raises UsageError."""
     from gcore.api.v1 import jobs_pb2 as pb
 
     known = {name.removeprefix("JOB_STATE_").lower(): number for name, number in pb.JobState.items() if number}

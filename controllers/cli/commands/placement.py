@@ -402,7 +402,7 @@ def _read_step(
 
 
 def _account_lines(folder: Path) -> str:
-    """The range of steps with slot accounting, as advice."""
+    """Advice for an error message: which steps of the run in `folder` have slot accounting."""
     from gcore.ledger.records.slot_accounting import read_lines
 
     steps = {line.book.version.step for line in read_lines(folder)}

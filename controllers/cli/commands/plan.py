@@ -145,7 +145,7 @@ def _folder(home: Path, run: str) -> Path:
 
 
 def _spec(folder: Path) -> JobSpec | None:
-    """The spec of the run, from the record in its folder; None if there is none."""
+    """The spec of a run, from the copy of the job's records in its folder; None if there is no copy."""
     from gcore.config.load import stored_spec
     from gcore.ledger import archive
 
@@ -358,7 +358,11 @@ def make_plan(
     prompt_tokens: float | None = None,
     response_tokens: float | None = None,
 ) -> PlanReport:
-    """Read the spec, the cluster and the models, and search for layouts. Raises UsageError."""
+    """Read the spec, the cluster file and the configurations of the models, and search for layouts that fit.
+
+    `set_`: overrides of the spec. `prompt_tokens`, `response_tokens`: mean lengths; None: half of the maximum. Raises
+    UsageError.
+    """
     from controllers.cli.view.plan import PlanReport
     from gcore.config.load import load_spec
     from placement.mapping.cluster import parse_cluster
@@ -388,7 +392,7 @@ def _nothing_fits(planned: PlanReport, cluster: Path) -> UsageError:
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
-    """The parsed cluster file. Raises UsageError."""
+    """Read the YAML file that describes a cluster. Raises UsageError if it cannot be read or is not a mapping."""
     import yaml
 
     fix = "Give a YAML file of nodes; deploy/local/clusters has examples"

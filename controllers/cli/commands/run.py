@@ -208,7 +208,8 @@ class _Submission:
 
 
 def _check(spec: JobSpec, home: Home, output: Output) -> None:
-    """Check a spec as a controller would. Raises GcoreError."""
+    """Check a spec and its files as a controller would, and print the result (`gcore submit --dry-run`). Raises
+    GcoreError."""
     from controllers.cli.commands.specs import check_files
 
     checked = check_files(spec, home, None)
@@ -382,7 +383,10 @@ class HomeUser:
 
 @contextlib.contextmanager
 def register_command(home: Path, clock: Clock, *, say: Callable[[str], None]) -> Iterator[HomeUser]:
-    """Hold the shared lock on `home` while the block runs. Raises UsageError."""
+    """Hold the shared lock on `home` while the block runs, so that no other `gcore run` stops its cluster.
+
+    `say`: called with a message before a wait. Raises UsageError if the folder is not writable.
+    """
     with explain_os_errors("the folder is not writable", UsageError, where=home, fix="Choose another --home"):
         home.mkdir(parents=True, exist_ok=True)
         lock = (home / LOCK).open("a")
@@ -755,7 +759,10 @@ def _say_interrupted(screen: Screen, *, started: bool) -> None:
 
 
 def _down(home: Path, further: RepeatedSignals | None) -> None:
-    """Stop the cluster. A further signal, including one since the first, kills it."""
+    """Stop the local cluster. A second signal kills it, also one that arrived since the first.
+
+    `further`: records signals since the first one; None: there was none.
+    """
     from controllers.cli import local
 
     try:

@@ -83,7 +83,7 @@ def response_details(response: pb.SampleResponse) -> str:
 
 
 def mark_observed_text(response: pb.SampleResponse) -> str:
-    """The text of a response, with marks around the output of tools and environments."""
+    """The text of a response, with marks around the parts that tools or environments wrote, and not the model."""
     return mark_observed(response.text.text, ((told.start, told.end) for told in response.observed))
 
 
@@ -254,7 +254,7 @@ def histogram(lengths: LengthReport) -> list[str]:
 
 
 def lengths_title(checked: CheckedSource) -> str:
-    """The heading of the histogram, with mean, percentiles and maximum of the prompt lengths."""
+    """The heading of a source's histogram, with mean, P50, P95 and maximum of the prompt lengths in tokens."""
     tokens = source_tree(checked)["tokens"]
     numbers = f"mean {tokens['mean']:.1f}, P50 {tokens['p50']}, P95 {tokens['p95']}, longest {tokens['max']}"
     return f"Prompts of {source_title(checked)} by tokens ({numbers}):"
@@ -290,7 +290,7 @@ def _filtered(lengths: LengthReport) -> str:
 
 
 def _edges(least: int, most: int) -> list[int]:
-    """Bounds of at most `BINS` ranges of equal, round width that cover least..most."""
+    """The bounds of the histogram's bins: at most `BINS` ranges of equal, round width that cover `least` to `most`."""
     width = 1
     for step in (1, 2, 5, *(factor * 10**power for power in range(1, 10) for factor in (1, 2, 5))):
         width = step

@@ -122,7 +122,8 @@ def _package(package: PackageFacts) -> Check | None:
 
 
 def check_torch(probe: Mapping[str, Any], wanted: RequestedSlots) -> Iterator[Check]:
-    """Check torch and the devices that it sees. `probe`: output of `gcore.train.rank.selftest`; `error`: its last line on stderr."""
+    """Check torch and the devices that it sees. `probe`: facts that the self-test in a subprocess printed
+    (`gcore.train.rank.selftest`)."""
     if not probe.get("torch"):
         yield Check("torch", FAIL, probe.get("error") or "cannot be imported", "Install gcore[train,engine]")
         return
@@ -185,7 +186,8 @@ def check_clock(wall: float, path: Path, apart_s: float) -> Check:
 
 
 def check_cores(cpus: float, cores: int, wanted: RequestedSlots) -> Check:
-    """Compare cores with slots. `cpus`: cores that this process may use, by CPU affinity and cgroup quota."""
+    """Compare the cores with the requested slots. `cpus`: cores that this process may use, by affinity and cgroup
+    quota; `cores`: all."""
     seen = f"{cpus:g} of {cores} cores are usable"
     if wanted.kind == "cpu" and wanted.slots > cpus:
         fix = f"Use --slots cpu:{max(1, int(cpus))}: workers that share a core are slower"
@@ -194,7 +196,7 @@ def check_cores(cpus: float, cores: int, wanted: RequestedSlots) -> Check:
 
 
 def check_memory(available: int, total: int, wanted: RequestedSlots) -> Check:
-    """Compare memory with slots, for a small model; the need of a large model depends on the spec."""
+    """Check whether free memory suffices for the requested slots with a small model. `available`, `total`: bytes."""
     needed = wanted.slots * SLOT_BYTES if wanted.kind == "cpu" else SLOT_BYTES
     fix = f"An engine and a train rank need about 1 GiB plus the model: free {_size(needed)}, or use fewer slots"
     return grade("memory", f"{_size(available)} of {_size(total)} are free", (available < needed, WARN, fix))

@@ -294,7 +294,7 @@ def _chart(name: str, values: tuple[float | None, ...], last: str, colour: str) 
 
 
 def _numbers(state: ViewState, width: int) -> RenderableType:
-    """The numbers of the newest step. On a narrow terminal they wrap, but never between a name and its number."""
+    """Render the metrics of the newest step. On a narrow terminal they wrap, but never between a name and its number."""
     stats = state.points[-1].stats if state.points else {}
     rate = state.points[-1].tokens_per_second if state.points else None
     shown: list[tuple[str, float | str | None, str]] = [
@@ -321,7 +321,7 @@ def _numbers(state: ViewState, width: int) -> RenderableType:
 
 
 def _seconds_chart(state: ViewState, width: int) -> Iterator[RenderableType]:
-    """The seconds of each step on one line, from the second step on."""
+    """Render a chart of the seconds per step on one line, if there are at least two steps."""
     steps = max(1, state.steps, state.step)
     seconds = [((p.step - 1) / steps, p.stats["seconds"]) for p in state.points if "seconds" in p.stats]
     if len(seconds) < 2:

@@ -158,7 +158,7 @@ def slots_table(reply: pb.PlacementReply) -> Rows:
 
 
 def placement_tree(reply: pb.PlacementReply) -> dict[str, Any]:
-    """The placement as a JSON object."""
+    """The placement as a JSON object: plan, slots per pool, pins, and the workers on each slot."""
     plan = plan_of(reply)
     here, gone = (None, None) if plan is None else divide_plan(plan, reply.away)
     return {
@@ -232,7 +232,7 @@ def _shown(text: str) -> str:
 
 
 def _clock(time: float) -> str:
-    """The time of day as a prefix; empty if the time is unknown or invalid."""
+    """The UTC time of day as the beginning of a line; empty if `time` (seconds since the epoch) is 0 or invalid."""
     with contextlib.suppress(ValueError, OverflowError, OSError):
         return f"{datetime.fromtimestamp(time, UTC):%H:%M:%S} UTC, " if time else ""
     return ""
@@ -287,7 +287,8 @@ def _by_node(nodes: Mapping[str, Sequence[str]]) -> str:
 
 
 def _slots_in_words(slots: Sequence[str]) -> str:
-    """Group lines `NODE/KIND:NUMBER was -> is` as `rollout -> reward: 3, 4, 5 on node-0 and 6 on node-1`; other lines are unchanged."""
+    """Group the slots of a move by their change. Lines `NODE/KIND:NUMBER was -> is` become `rollout -> reward: 3, 4, 5
+    on node-0 and 6 on node-1`; other lines are unchanged."""
     found: dict[str, dict[str, list[str]]] = {}
     others = []
     for line in slots:

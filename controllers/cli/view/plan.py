@@ -71,7 +71,7 @@ class PlanReport:
 
     @property
     def one_rank_a_node(self) -> bool:
-        """Whether the number of train ranks defaults to the number of nodes."""
+        """Whether the job gets one train rank per node, because the spec does not set the number."""
         placement = self.spec.placement
         return self.spec.train.ranks is None and placement.train is None and not placement.is_live
 
@@ -217,7 +217,7 @@ def print_tables(planned: PlanReport, show: int) -> None:
 
 
 def _begins(planned: PlanReport, first: FittingLayout) -> str:
-    """Sentences about the layout of the current spec and the recommended one."""
+    """Say with which layout the job starts under the current spec, and which one is recommended (`first`)."""
     stands, how = planned.stands, "-o yaml prints the section for the spec"
     alone = ""
     if planned.one_rank_a_node:

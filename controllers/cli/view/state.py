@@ -47,7 +47,7 @@ class StepPoint:
 
     @property
     def phases(self) -> dict[str, float]:
-        """Seconds by phase, for the known phases."""
+        """Duration of each phase of the step in seconds, as far as reported."""
         return {p: max(0.0, self.stats[f"{p}_s"]) for p in PHASES if f"{p}_s" in self.stats}
 
 
@@ -86,7 +86,8 @@ class SetPoint:
 
 @dataclass(frozen=True, slots=True)
 class EvalPoint:
-    """One evaluation. `accuracy`: 0 to 1. `is_graded`: rewards are not only 0 and 1, so `mean_reward` differs from the accuracy."""
+    """One evaluation on held-out prompts (`count`). `samples`: some of the responses. `accuracy`: 0 to 1. `is_graded`:
+    rewards are not only 0 and 1, so `mean_reward` differs from the accuracy."""
 
     step: int
     lineage: int
@@ -158,7 +159,7 @@ class LogPoint:
 
 @dataclass(frozen=True, slots=True)
 class WaitPoint:
-    """A wait report. `since`: seconds since the epoch."""
+    """A wait report: `who` waits for `what`, since `since` (seconds since the epoch)."""
 
     who: str
     what: str
@@ -360,7 +361,7 @@ class ViewState:
 
     @property
     def accuracy_before(self) -> float | None:
-        """Accuracy of the first evaluation."""
+        """Accuracy of the first evaluation, 0 to 1; None before it."""
         return self.evals[0].accuracy if self.evals else None
 
     @property
@@ -403,7 +404,7 @@ class ViewState:
         return fold(state, event) if fold else state._logged(event, event.message)
 
     def observe(self, job: JobSnapshot) -> ViewState:
-        """The state after a response of the API. Where events have the same information, events win."""
+        """The state after the API returned `job`. Information that events have too is taken from the events."""
         state = replace(
             self,
             job=job.name,
@@ -580,7 +581,8 @@ _FOLDS = {
 
 
 def _up_to(points: tuple[StepPoint, ...], step: int) -> tuple[StepPoint, ...]:
-    """The points of steps up to `step`. Points are sorted, and usually all of them remain."""
+    """The points of the steps up to and including `step`. The points are ascending by step, and usually all of them
+    remain."""
     end = len(points)
     while end and points[end - 1].step > step:
         end -= 1

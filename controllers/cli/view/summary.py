@@ -200,7 +200,7 @@ def _metrics(state: ViewState, place: int, name: str) -> dict[str, float]:
 
 
 def write_summary(summary: Summary, run_dir: Path) -> Path:
-    """Write `summary.json` atomically. Raises GcoreError."""
+    """Write the summary to `summary.json` in the run folder, atomically, and return its path. Raises GcoreError."""
     path = run_dir / FILE_NAME
     with explain_os_errors("cannot write the summary", where=path, fix="Make the run folder writable"):
         replace_file(path, (json.dumps(dataclasses.asdict(summary), indent=2, ensure_ascii=False) + "\n").encode())
@@ -298,7 +298,7 @@ def summary_rows(summary: Summary) -> dict[str, str]:
 
 
 def _reward_words(summary: Summary) -> str:
-    """`0.312 in the first 5 steps, 0.934 in the last 5`."""
+    """The mean training reward as text: `0.312 in the first 5 steps, 0.934 in the last 5`."""
     first, last, count = summary.train_reward_first, summary.train_reward_last, summary.train_reward_steps
     if first is None or last is None:
         return "-"
@@ -417,7 +417,8 @@ def find_summary(runs: Path, job: str) -> dict[str, str] | None:
 
 
 def _summaries(runs: Path) -> Iterator[tuple[float, dict[str, str]]]:
-    """For every finished run: the time of its summary, and the description as in `find_summary`."""
+    """Yield for each finished run the time of its summary file (seconds since the epoch), and its description as in
+    `find_summary`."""
     for path in runs.glob(f"*/{FILE_NAME}"):
         try:
             tree = json.loads(path.read_text(encoding="utf-8"))
