@@ -151,7 +151,8 @@ DEFAULT_SLOTS = "cpu:2"
 
 
 def find_cluster(address: str | None, home: Path) -> ClusterAddress:
-    """Choose the cluster: its addresses and how to connect.
+    """Choose the cluster, in the order that the docstring of the module gives, and return its addresses and how to
+    connect.
 
     Raises UsageError, and Unreachable if no cluster runs in `home` and no context is set.
     """

@@ -68,7 +68,7 @@ class ClusterAddress:
 
 
 def contexts_file(env: Mapping[str, str]) -> Path:
-    """Return the path of the contexts file."""
+    """Return the path of the contexts file: GCORE_CONFIG, or `gcore/config.yaml` in the user's configuration folder."""
     if said := env.get(CONFIG):
         return Path(said)
     base = env.get("XDG_CONFIG_HOME") or str(Path(env.get("HOME") or Path.home()) / ".config")

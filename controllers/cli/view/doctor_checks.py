@@ -77,7 +77,7 @@ FOR_WHAT = {
     "numba": "it makes gcore simulate a hundred times as fast",
     "matplotlib": "only the plots of make bench-placement need it",
 }
-"""What uses a package that no node needs."""
+"""The uses of optional packages, by package name. No node of a cluster needs these packages."""
 
 DAMAGED_ETCD = ((3, 5, 0), (3, 5, 2))
 """First and last etcd version that can lose data in a crash."""

@@ -95,7 +95,7 @@ class EvalPoint:
     count: int
     samples: tuple[AnswerPoint, ...] = ()
     by_source: Mapping[str, float] = field(default_factory=dict)
-    """Accuracy by set."""
+    """Accuracy (0 to 1) by the name of the evaluation set."""
     sets: Mapping[str, SetPoint] = field(default_factory=dict)
     unscored: int = 0
     mean_reward: float | None = None
