@@ -285,7 +285,7 @@ def top(
 
 
 async def fetch_top(client: JobsClient, job: str | None) -> JobTop:
-    """Fetch the newest slot accounting of a job from the cluster. `job` None: a running job. Raises UsageError if there
+    """Fetch the newest slot accounting of a job from the cluster. `job` None: the newest running job, or the newest. Raises UsageError if there
     is no job."""
     from controllers.cli.view.placement import JobTop
     from gcore.ledger.records.slot_accounting import StepAccount, parse_line
@@ -295,7 +295,7 @@ async def fetch_top(client: JobsClient, job: str | None) -> JobTop:
         running = [one for one in jobs if one.state in ("PENDING", "RUNNING")] or jobs
         if not running:
             raise UsageError("there is no job", fix="Start one with `gcore run` or `gcore submit`")
-        job = running[-1].uid
+        job = running[0].uid
     message, books = await asyncio.gather(client.get_job(job), client.get_books(job))
     found = job_snapshot(message)
     read = {book.node: StepAccount.model_validate_json(book.book_json) for book in books}

@@ -179,7 +179,9 @@ class Cluster:
         self.looks = 0
 
     async def list_jobs(self) -> list[pb.Job]:
-        return [pb.Job(uid="old", state=pb.JOB_STATE_SUCCEEDED), pb.Job(uid="u", state=pb.JOB_STATE_RUNNING)]
+        ended, running = pb.JOB_STATE_SUCCEEDED, pb.JOB_STATE_RUNNING
+        jobs = [("newest", ended), ("u", running), ("older", running), ("oldest", ended)]  # in the order of the API
+        return [pb.Job(uid=uid, state=state) for uid, state in jobs]
 
     async def get_job(self, job: str) -> pb.Job:
         self.looks += 1
