@@ -27,7 +27,7 @@ SPANS = (
 
 
 def refuse_torch(engine: str, slots_per_engine: int) -> str | None:
-    """Return why an engine cannot use this many slots; None if it can."""
+    """Return why an engine of kind `engine` (torch or sglang) cannot use `slots_per_engine` slots; None if it can."""
     if engine == "torch" and slots_per_engine > 1:
         return f"slots_per_engine is {slots_per_engine}, but the torch engine runs on one slot; set engine: sglang"
     return None
@@ -60,7 +60,10 @@ def is_unset(value: object) -> bool:
 
 
 def _template_variables(given: dict[str, Any]) -> dict[str, Any]:
-    """Convert to JSON values; dates (YAML parses 2026-01-01 as one) become text. Raises ValueError."""
+    """Check the chat-template variables of a spec and convert them to JSON values; dates (YAML parses 2026-01-01 as one) become text.
+
+    Raises ValueError for a variable that gcore sets itself (`RENDERED`) and for a value that JSON cannot hold.
+    """
     for name in given:
         if name in RENDERED:
             raise ValueError(
@@ -83,12 +86,14 @@ def _template_variables(given: dict[str, Any]) -> dict[str, Any]:
 
 
 RENDERED = ("messages", "tools", "add_generation_prompt")
+"""Template variables that gcore sets when it renders a prompt. A spec cannot set them."""
+
 TemplateVariables = Annotated[dict[str, Any], AfterValidator(_template_variables)]
 VARIABLES_HELP = "Variables of the chat template, such as enable_thinking: false. strftime_now: 2026-01-01 sets the date that templates print"
 
 
 class Section(BaseModel):
-    """Base class of all sections."""
+    """Base class of all sections of the job spec and of the daemon configuration."""
 
     # Build validators at first use: a daemon without jobs needs none.
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, defer_build=True)
@@ -118,6 +123,7 @@ Temperature = Annotated[float, Field(ge=1e-6, le=1e6)]
 StopString = Annotated[str, Field(min_length=1)]
 MAX_SHOWN = 100
 MAX_SENTENCE = 500
+"""Characters after which an error cuts a value that it prints, and its explanation."""
 
 SECRET = ("key_env", "key", "token")
 """Fields whose value errors do not print: users sometimes put the key itself where the variable's name belongs."""
@@ -176,7 +182,10 @@ def explain_errors(error: ValidationError, model: type[BaseModel], root: str = "
 
 
 def _pattern(pattern: str) -> str:
-    """Return a sentence for a pattern. Only names have patterns: of objects, labels and environment variables."""
+    """Return what a value should look like that does not match the regular expression `pattern`.
+
+    Only names have patterns in the spec: of objects, labels and environment variables.
+    """
     if pattern.startswith("^(env:"):
         return "it should be env:NAME or file:/PATH, not the key itself"
     if pattern.startswith("^[A-Za-z_]"):
@@ -190,13 +199,16 @@ def _pattern(pattern: str) -> str:
 
 
 def _choice(given: str | float, expected: str) -> str:
-    """Return that `given` is not allowed, with the nearest allowed value; `expected` lists the allowed values in quotes."""
+    """Return the error for the value `given` that is not among the allowed ones, with the nearest allowed value.
+
+    `expected`: pydantic's list of the allowed values, each in quotes.
+    """
     hint = did_you_mean(str(given), re.findall(r"'([^']*)'", expected))
     return f"it should be {expected} (got {shorten_text(repr(given))}){hint}"
 
 
 def _nearest(loc: tuple[int | str, ...], model: type[BaseModel]) -> str | None:
-    """Return the known key nearest to an unknown one, with the same list indices."""
+    """Return the key of `model` whose spelling is nearest to the unknown key `loc`, with the list indices of `loc`; None if none is similar."""
     named = ".".join(part for part in loc if isinstance(part, str))
     near = nearest_name(named, _known_keys(model))
     if near is None:
@@ -209,13 +221,14 @@ def _nearest(loc: tuple[int | str, ...], model: type[BaseModel]) -> str | None:
 
 
 def shorten_text(text: str) -> str:
-    """Return the text on one line, shortened and printable (lone surrogates are escaped)."""
+    """Return the text on one line, cut after `MAX_SHOWN` characters, with unprintable characters escaped (lone surrogates too)."""
     line = " ".join(text[: 2 * MAX_SHOWN].split())
     shown = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line)
     return shown if len(text) <= MAX_SHOWN else f"{shown[:MAX_SHOWN]}…"
 
 
 def _known_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """Yield the dotted keys of `model` and of its sections, such as `train.learning_rate`."""
     for name, field in model.model_fields.items():
         yield prefix + name
         kinds = [field.annotation, *get_args(field.annotation)]

@@ -4,8 +4,8 @@ A spec has one file (`data.path`) or several (`data.sources`). A source inherits
 section; `eval` inherits the prompt format from `data` and response lengths from `rollout`. `gcore.config.spec` resolves a
 spec (`training_sources`, `eval_sets`) into `ResolvedSource` and `EvalSet`, which have every field set.
 
-A set measures `accuracy`, `mean@N`, `pass@1` and `pass@K` for each K in `pass_k` (`EvalSampling.metrics`);
-`gcore.ledger.evaluation` computes and records them.
+Each held-out set has the metrics `accuracy`, `mean@N` (N: samples per prompt), `pass@1`, and `pass@K` for each K in `pass_k`
+(`EvalSampling.metrics`). `gcore.ledger.evaluation` computes and records them.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class SamplingSpec(Section):
 
 
 class SourceSpec(ColumnsSection):
-    """One of several sources."""
+    """One item of `data.sources`: a file or folder of prompts with its own weight, prompt format, reward and sampling."""
 
     name: SourceName = Field(description="Name of the source in metrics and views")
     path: FilePath = Field(description="File or folder with the prompts, relative to the spec's folder")
@@ -135,7 +135,7 @@ class SourcesSection(ColumnsSection):
 
 
 class DataSpec(SourcesSection):
-    """The prompt stream."""
+    """The section `data`: the files of prompts, how they are rendered, and how the prompt stream is sharded and ordered."""
 
     prompt: str = Field(
         "prompt",
@@ -169,7 +169,7 @@ class DataSpec(SourcesSection):
 
 @dataclass(frozen=True, slots=True)
 class SourceSampling:
-    """How responses to a source's prompts are sampled, with every field set."""
+    """Sampling parameters for the responses to a source's prompts, with every field set."""
 
     temperature: float
     top_p: float
@@ -211,14 +211,15 @@ MOST_SETS, MOST_KS = 256, 32
 
 ACCURACY = "accuracy"
 REWARD = "reward"
-"""The mean reward over all sets."""
+"""Name of the metric for the mean reward over all sets."""
 ACCURACY_OR_REWARD = "accuracy, or reward where rewards are graded"
 """Default of `checkpoint.best`. `accuracy` is the share of correct responses; without a set's name, over the prompts of all sets."""
 
 NO_BEST = "none"
+"""Value of `checkpoint.best` with which no checkpoint is selected as the best."""
 
 OF_PART = "part:"
-"""Prefix of a reward part's label in the name of its mean among a set's metrics."""
+"""Prefix of metric names for a composed reward: `part:LABEL` is the mean value of the part LABEL over a held-out set."""
 
 EvalTemperature = Annotated[float, Field(ge=0, le=1e6)]
 TopP = Annotated[float, Field(gt=0, le=1)]
@@ -316,7 +317,7 @@ class EvalSpec(SourcesSection):
 
     @property
     def drawn(self) -> dict[str, EvalSampling]:
-        """The sampling and counting settings of each set, by name, in the order of the spec."""
+        """The sampling and scoring settings of each held-out set, by its name, in the order of the spec. Unset fields come from `eval`."""
         own = EvalSampling(self.samples, self.temperature, self.top_p, self.pass_k, self.threshold, self.limit)
         if self.path is not None:
             return {ONLY_SOURCE: own}
@@ -349,7 +350,10 @@ class EvalSpec(SourcesSection):
 
 @dataclass(frozen=True, slots=True)
 class EvalSampling:
-    """How responses to a set's prompts are sampled and counted: `samples` per prompt; `temperature` 0 is greedy."""
+    """How a held-out set is evaluated: at most `limit` prompts, `samples` responses to each; `temperature` 0 is greedy.
+
+    A response with a reward of at least `threshold` counts as correct.
+    """
 
     samples: int
     temperature: float
@@ -359,7 +363,7 @@ class EvalSampling:
     limit: int
 
     def check(self, where: str) -> None:
-        """Raise ValueError with one sentence that begins with `where`."""
+        """Check that the settings do not contradict each other. Raises ValueError; its message begins with `where` (the set's name)."""
         if 0 < self.temperature < LEAST_TEMPERATURE:
             raise ValueError(f"{where}temperature {self.temperature} must be 0 (greedy) or at least 1e-06")
         if self.samples > 1 and self.temperature == 0:
@@ -384,13 +388,13 @@ class EvalSampling:
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        """The metrics of the set."""
+        """Names of the metrics of the set: accuracy, mean@N, and pass@k for each of `ks`."""
         return (ACCURACY, f"mean@{self.samples}", *(f"pass@{k}" for k in self.ks))
 
 
 @dataclass(frozen=True, slots=True)
 class EvalSet:
-    """A held-out set with every field set: `source` renders and samples the prompts, `draws` counts the responses."""
+    """A held-out set with every field set. `source`: how its prompts are rendered and sampled. `draws`: responses per prompt and metrics."""
 
     source: ResolvedSource
     draws: EvalSampling

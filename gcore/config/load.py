@@ -41,7 +41,10 @@ _NOT_A_FLOWS = ("name", "seed", "model", "data")
 
 
 def flow(**settings: Mapping[str, Any]) -> Callable[[F], F]:
-    """Decorate a flow with settings, by section as in a spec. Raises ValueError for a section that a flow cannot set."""
+    """Return a decorator that attaches defaults for the spec to a flow. `settings`: values by section, as in a spec.
+
+    Values in the user's spec take precedence. Raises ValueError for a section that a flow cannot set.
+    """
     for section, values in settings.items():
         if section in _NOT_A_FLOWS or section not in JobSpec.model_fields or (section == "flow" and "name" in values):
             what = "flow.name" if section == "flow" else section
@@ -73,7 +76,7 @@ def find_flow(name: str) -> Callable[..., Awaitable[None]]:
 
 
 def flow_settings(found: Callable[..., Any]) -> Mapping[str, Any]:
-    """Return the settings of a flow; empty if it has none."""
+    """Return the defaults that `@flow` attached to the flow `found`, by section of the spec; empty if there are none."""
     settings = getattr(found, _SETTINGS, {})
     return settings if isinstance(settings, Mapping) else {}
 
@@ -94,6 +97,7 @@ def apply_flow_settings(tree: Tree) -> Tree:
 
 
 def _under(tree: Mapping[str, Any], settings: Mapping[str, Any], model: type[BaseModel]) -> Tree:
+    """Return `tree` with the keys of `settings` that it lacks, section by section. `model`: the class of the section `tree`."""
     merged = dict(tree)
     for key, value in settings.items():
         section = _section(model, key)
@@ -105,7 +109,7 @@ def _under(tree: Mapping[str, Any], settings: Mapping[str, Any], model: type[Bas
 
 
 def _section(model: type[BaseModel], key: str) -> type[BaseModel] | None:
-    """Return the section class of `key`; None for a single value or an unknown key."""
+    """Return the class of the section under `key` of `model`; None if `key` is unknown or has a single value."""
     field = model.model_fields.get(key)
     if field is None:
         return None
@@ -136,7 +140,7 @@ class PlainLoader(yaml.SafeLoader):
     """YAML loader without aliases (they allow exponential expansion), tags (`!!int x` crashes PyYAML) and duplicate keys."""
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        """Compose as SafeLoader does, but reject values that are not plain."""
+        """Compose as SafeLoader does, but raise ComposerError for an alias or a tag."""
         event = self.peek_event()  # type: ignore[no-untyped-call]
         problem = None
         if isinstance(event, yaml.AliasEvent):
@@ -161,7 +165,7 @@ class PlainLoader(yaml.SafeLoader):
 
 
 def read_plain(text: str) -> Any:
-    """Parse a document. Raises YamlNotPlain."""
+    """Parse a YAML document that may contain only plain values. Raises YamlNotPlain."""
     try:
         # PlainLoader is a SafeLoader, so it builds plain values only.
         return yaml.load(text, Loader=PlainLoader)
@@ -209,9 +213,10 @@ def load_spec(path: Path, overrides: Sequence[str] = ()) -> JobSpec:
 
 
 def new_spec(tree: dict[str, Any], *, where: str = "spec", base: Path | None = None) -> JobSpec:
-    """Validate a spec that a user wrote, with its flow's settings. `base`: the folder of the spec, if it is on this machine. Raises SpecError.
+    """Validate a spec that a user wrote, after filling it up with the settings of its flow. Raises SpecError.
 
-    Stored specs are complete and go to `parse_spec`, which looks up no flow.
+    `where`: name of the spec in errors. `base`: the folder of the spec, if it is on this machine; resolves relative paths. Complete specs go to
+    `parse_spec`, and stored ones to `stored_spec`; these look up no flow.
     """
     _check_tree(tree, where)
     tree = resolve_plugin_files(tree, base)
@@ -220,12 +225,12 @@ def new_spec(tree: dict[str, Any], *, where: str = "spec", base: Path | None = N
 
 
 def parse_spec(tree: dict[str, Any], *, where: str = "spec", base: Path | None = None) -> JobSpec:
-    """Validate a mapping. `base` resolves relative paths. Raises SpecError."""
+    """Validate a complete spec without the settings of its flow. `where`: name of the spec in errors. `base` resolves relative paths. Raises SpecError."""
     return _checked(tree, where, base, blame=lambda problems: problems)
 
 
 def stored_spec(tree: dict[str, Any]) -> JobSpec:
-    """Validate a stored spec. Its plug-ins need not be installed here. Raises SpecError."""
+    """Validate a spec that a job's record in the store contains. Its plug-ins need not be installed here. Raises SpecError."""
     return _checked(tree, "the job's record", None, blame=lambda problems: problems, context=STORED)
 
 
@@ -243,6 +248,10 @@ def _checked(
     blame: Callable[[list[str]], list[str]],
     context: dict[str, Any] | None = None,
 ) -> JobSpec:
+    """Validate a spec and make its paths absolute. Raises SpecError with at most `MAX_PROBLEMS` problems.
+
+    `blame` gets the problems, one sentence each, and returns them for the error. `context`: validation context (`STORED` for a stored spec).
+    """
     _check_tree(tree, where)
     try:
         spec = JobSpec.model_validate(tree, context=context)
@@ -255,6 +264,7 @@ def _checked(
 
 
 def _problems(tree: dict[str, Any]) -> list[str]:
+    """Return what is wrong with a spec, one sentence per problem; empty if it is valid."""
     try:
         JobSpec.model_validate(tree)
     except ValidationError as error:
@@ -396,7 +406,7 @@ def _with_paths(section: S, base: Path, where: str, prefix: str = "") -> S:
 
 
 def _marks(annotation: Any) -> Iterator[Any]:
-    """Yield the metadata of `Annotated[...] | None`."""
+    """Yield the metadata of each `Annotated` type in a union such as `Annotated[...] | None`."""
     for kind in get_args(annotation):
         yield from getattr(kind, "__metadata__", ())
 

@@ -21,7 +21,8 @@ from gcore.system.process import ProcessId
 FILE_NAME = "cluster.json"
 
 KEY_FILE = "owner.key"
-"""In the home, with mode 0600. A client that sends its content to a daemon of this cluster may submit specs that name plug-in files."""
+"""File with the owner key, in the cluster's home folder with mode 0600. A client that sends this key to a daemon of the cluster may submit specs that
+name plug-in files."""
 
 
 class _Process(BaseModel):
@@ -71,22 +72,22 @@ class LocalClusterState(BaseModel):
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """Addresses of the job API."""
+        """Address (host:port) of the job API of each daemon."""
         return tuple(c.address for c in self.controllers)
 
     @property
     def page(self) -> str:
-        """The address of the page of the first daemon."""
+        """URL of the web page that the first daemon serves."""
         return f"http://{self.controllers[0].metrics_address}/"
 
     @property
     def slots(self) -> tuple[str, ...]:
-        """All slots."""
+        """Names of the slots of all daemons, such as cpu:0."""
         return tuple(slot for c in self.controllers for slot in c.slots)
 
     @classmethod
     def load(cls, home: Path) -> LocalClusterState | None:
-        """Read the file in `home`; None if there is none. Raises UsageError if it cannot be read."""
+        """Read `cluster.json` in the folder `home`; None if there is none. Raises UsageError if it cannot be read or is not valid."""
         path = home / FILE_NAME
         try:
             return cls.model_validate_json(path.read_bytes())
@@ -107,13 +108,13 @@ class LocalClusterState(BaseModel):
 
 
 def write_owner_key(home: Path) -> None:
-    """Make the key of a home, unless it has one that only its owner can read."""
+    """Create the owner key in the folder `home`, unless it has one that only its owner can read."""
     if not read_owner_key(home):
         replace_file(home / KEY_FILE, secrets.token_hex(32).encode(), mode=0o600)
 
 
 def read_owner_key(home: Path) -> str:
-    """The key of a home; empty if there is none, or if other users can read or replace it."""
+    """Return the owner key in the folder `home`; empty if there is none, or if other users can read or replace it."""
     try:
         with (home / KEY_FILE).open("rb") as file:
             status = os.fstat(file.fileno())

@@ -66,7 +66,7 @@ class GarbageSection(Section):
     """Garbage collection. It never touches files of an unfinished job."""
 
     every_s: Annotated[float, Field(ge=60.0)] = 3600.0
-    """Seconds between two rounds of a daemon."""
+    """Seconds between two garbage collections by one daemon."""
     runs: KeepPolicy = KeepPolicy()
     """Run folders of ended jobs under `run_root`: checkpoints, samples, logs. Default: keep everything."""
     caches: KeepPolicy = KeepPolicy()
@@ -194,7 +194,10 @@ class AllowSection(Section):
 
 
 def listening_problem(hosts: dict[str, str], tls: TlsSection | None) -> str | None:
-    """Return why the daemon must not listen there; None if it may. `hosts`: host by configuration key."""
+    """Return why a daemon must not listen on `hosts` (host by configuration key); None if it may.
+
+    Beyond loopback, it needs TLS and a key for its engines.
+    """
     reached = [(key, host) for key, host in hosts.items() if not is_loopback(host)]
     if not reached:
         return None
@@ -359,7 +362,7 @@ class NodeConfig(Section):
 
     @property
     def workers_listen_on(self) -> str:
-        """The host at which engines and ranks of this node listen and are reached."""
+        """The host at which engines and train ranks of this node listen, and at which other nodes reach them."""
         if self.worker_host is not None:
             return self.worker_host
         if self.listen_host in EVERY_ADDRESS and self.advertise is not None:
@@ -373,14 +376,17 @@ class NodeConfig(Section):
 
     @property
     def lease_times(self) -> LeaseTimes:
-        """The timing of the daemon's lease, unchecked."""
+        """Timing of the daemon's lease. `LeaseTimes.check` checks it."""
         return LeaseTimes.of(
             self.lease_ttl_s, tick_s=self.lease_tick_s, call_s=self.lease_call_s, margin_s=self.lease_margin_s
         )
 
     @classmethod
     def load(cls, path: Path) -> NodeConfig:
-        """Read the file. Raises UsageError, also if the lease times leave no margin for a slow response."""
+        """Read the daemon configuration at `path` and make its paths absolute.
+
+        Raises UsageError, also if the lease times leave no margin for a slow response of etcd.
+        """
         tree = _tree(path)
         if not isinstance(tree, dict):
             raise UsageError("the daemon configuration is not a mapping of keys", where=str(path), fix=BEGIN)
@@ -433,7 +439,7 @@ class NodeConfig(Section):
 
 
 def _tree(path: Path) -> Any:
-    """Parse the file. Raises UsageError."""
+    """Parse the configuration file at `path`, which is JSON or YAML. Raises UsageError."""
     try:
         if path.stat().st_size > MAX_BYTES:
             raise UsageError(

@@ -86,7 +86,7 @@ class PlacementSpec(Section):
 
     @property
     def lends(self) -> bool:
-        """Whether slots are reassigned within a step."""
+        """Whether slots are reassigned between rollout and judges within a step."""
         return self.policy == "dynamic" if self.lend is None else self.lend
 
     @model_validator(mode="after")

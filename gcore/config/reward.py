@@ -57,7 +57,7 @@ JUDGE_HELP = "Judge from `judges` that scores, instead of a reward function"
 
 
 class RewardPart(Section):
-    """One part of a composed reward."""
+    """One part of a composed reward: a reward function (`name`) or a judge."""
 
     name: str | None = Field(None, description="Reward, by entry-point name in `gcore.rewards`")
     judge: str | None = Field(None, description=JUDGE_HELP)
@@ -113,7 +113,7 @@ class RewardSpec(Section):
     @model_validator(mode="before")
     @classmethod
     def _list_of_parts(cls, given: Any) -> Any:
-        """A list is short for parts that are summed up."""
+        """Convert a list of rewards, the short form of `parts`. Raises ValueError if it is empty."""
         if not isinstance(given, list | tuple):
             return given
         if not given:
@@ -167,12 +167,12 @@ class RewardSpec(Section):
 
     @property
     def shown_as(self) -> str:
-        """The name for display."""
+        """Name for display: that of the reward or judge; of a composed reward, such as `sum(math, length)`."""
         inner = ", ".join(part.shown_as for part in self.parts)
         return f"{self.compose}({inner})" if self.parts else self.judge or self.name
 
     def of_part(self, part: RewardPart) -> RewardSpec:
-        """Return a spec of `part` as if it were the only reward. Raises ValueError for a judge, which has no such spec."""
+        """Return a reward section with `part` as the only reward. Raises ValueError if the part is a judge."""
         if part.name is None:
             raise ValueError(f"part {part.shown_as!r} is a judge and has no reward function")
         return RewardSpec(
@@ -198,7 +198,7 @@ class ScoringSpec(Section):
 JudgeName = Annotated[str, Field(pattern=r"^[A-Za-z0-9]([A-Za-z0-9._-]{0,30}[A-Za-z0-9])?$")]
 
 KEY = r"^(env:[A-Za-z_][A-Za-z0-9_]*|file:/[^\x00-\x1f]+)$"
-"""Has no length bound, because the regex compiler expands a bound of thousands to 8 MB in every daemon."""
+"""Regular expression for env:NAME and file:/PATH. Has no length bound, because the regex compiler expands a bound of thousands to 8 MB in every daemon."""
 
 MOST_JUDGES = 16
 MOST_WORDS = 64
@@ -226,7 +226,7 @@ class JudgeModel(Section):
 
 
 class JudgeServing(Section):
-    """The engines of a judge."""
+    """The engines that serve a judge's model: their kind, number, size and memory."""
 
     engine: Literal["torch", "sglang"] = Field("torch", description="Engine that serves the judge")
     slots_per_engine: SlotsPerEngine = Field(1, description=f"{SPANS}. Must be equal for all judges")
@@ -308,7 +308,7 @@ class ExternalJudge(Section):
 
     @property
     def key_reference(self) -> str | None:
-        """Where the key is; None if the judge needs none."""
+        """Where controllers find the API key, as env:NAME or file:/PATH; None if the judge needs none."""
         return f"env:{self.key_env}" if self.key_env is not None else self.key
 
     @model_validator(mode="after")
@@ -368,14 +368,14 @@ class VerdictSpec(Section):
 
 
 class Fallback(Section):
-    """The reward that scores when the judge cannot."""
+    """Value of a judge's `on_error`: the reward function that scores a response if the judge fails."""
 
     fallback: str = Field(description="Reward, by entry-point name in `gcore.rewards`")
     options: dict[str, Option] = Field({}, description="Settings of that reward, by name")
 
 
 class JudgeSpec(Section):
-    """A judge."""
+    """A model that scores responses. The cluster serves it (`model`), or it is outside the cluster (`external`)."""
 
     name: JudgeName = Field(description="Name of the judge in rewards, metrics and views")
     kind: Literal["generative", "classifier"] = Field(

@@ -128,7 +128,7 @@ class RolloutSpec(Section):
 
 
 def _too_many(over_provision: float, staleness: int) -> str:
-    """Return why at most `staleness` + 1 quotas of groups may be started at once."""
+    """Return the error for an `over_provision` (a multiple of a step's groups) above `staleness` + 1."""
     if staleness:
         return (
             f"over_provision ({over_provision:g}) is above staleness + 1 ({staleness + 1}): groups beyond that would be too old "
@@ -175,7 +175,7 @@ class ToolsSpec(Section):
 
     @property
     def called(self) -> dict[str, str]:
-        """The tools by the names that the environment and the model use: that of a tool in a file is its function's."""
+        """The tools of the spec, by the name that the environment and the model use. A tool in a file has the name of its function."""
         return {short_name(name): name for name in self.names}
 
 

@@ -196,7 +196,7 @@ class JobSpec(Section):
 
     @property
     def rewards(self) -> list[tuple[str, RewardSpec]]:
-        """All `reward` sections with their location in the spec: of the job, of sources, of held-out sets."""
+        """All `reward` sections, each with its location in the spec: of the job, of its sources and of its held-out sets."""
         found = [("reward", self.reward)]
         for noun, section in (("source", self.data), ("set", self.eval)):
             found += [
@@ -228,8 +228,8 @@ class JobSpec(Section):
         return last or (self.eval.every is not None and step % self.eval.every == 0)
 
     def checkpoints_after(self, step: int, *, last: bool, asked: bool = False) -> bool:
-        """Return whether a checkpoint is written after `step`: by `checkpoint.every`, after the last step, if the seal has `asked` for
-        one, and after every evaluated step if the best checkpoint is kept.
+        """Return whether a checkpoint is written after `step`: by `checkpoint.every`, after the last step, if `asked` (the seal,
+        the record that fixes the step's groups, requests one), and after every evaluated step if the best checkpoint is kept.
 
         The evaluation of a step finishes when the next update is about to change the optimizer state. So every evaluated step
         writes a checkpoint; `controllers.rules.retention` later deletes those that were not the best.
@@ -246,6 +246,7 @@ def training_sources(spec: JobSpec) -> tuple[ResolvedSource, ...]:
 
 
 def _listed(origin: SourcesSection) -> tuple[SourceSpec, ...]:
+    """Return the sources of a section; a single `path` becomes one source."""
     if origin.path is None:
         return origin.sources
     one = SourceSpec(

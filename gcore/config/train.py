@@ -86,6 +86,10 @@ def is_own_loss(name: str) -> bool:
 
 
 def _provided(name: str, info: ValidationInfo, kind: PluginKind, built_in: Sequence[str]) -> str:
+    """Return `name` if it is built in, an installed entry point, or a plug-in file; accept any name in a stored spec.
+
+    Raises PydanticCustomError for other names.
+    """
     if name in built_in or is_stored(info) or parse_plugin_file(name) is not None:
         return name
     own = sorted({point.name for point in entry_points(group=kind.group)} - set(built_in))
@@ -116,6 +120,7 @@ ALONE = ("grpo", "dr_grpo", "rloo", "remax")
 
 
 def _of_train(train: TrainSpec) -> Iterator[str]:
+    """Yield a sentence for each contradiction between fields of `train`."""
     if train.dual_clip is not None and train.loss != "ppo":
         yield f"dual_clip needs loss: ppo, not {train.loss}; leave it out"
     if train.dual_clip is not None and train.dual_clip <= 1 + train.clip_high:
@@ -153,6 +158,7 @@ def _of_train(train: TrainSpec) -> Iterator[str]:
 
 
 def _of_stream(train: TrainSpec) -> Iterator[str]:
+    """Yield a sentence for each field of `train` that contradicts `stream`."""
     if not train.stream:
         if train.stream_min is not None:
             yield "stream_min needs stream: true; set it, or leave stream_min out"
@@ -172,7 +178,7 @@ def _of_stream(train: TrainSpec) -> Iterator[str]:
 
 
 PARTS = 8
-"""Default number of parts of a streamed step, unless `stream_min` is set."""
+"""Number of parts in which a streamed step is trained, while its other groups are generated, unless `stream_min` is set."""
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
@@ -306,7 +312,7 @@ class TrainSpec(Section):
         return self.loss != "sft" and self.advantage not in RETURNS and not is_own_advantage(self.advantage)
 
     def part_of(self, groups: int) -> int | None:
-        """Return the fewest groups that form a part of a streamed step of `groups`; None if the step is not streamed."""
+        """Return the fewest groups on which training starts before the other ones of a step with `groups` groups are finished; None without `stream`."""
         if not self.stream:
             return None
         return self.stream_min or max(1, -(-groups // PARTS))

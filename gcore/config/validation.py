@@ -16,7 +16,8 @@ from gcore.config.train import FlowSpec, TrainSpec
 from gcore.errors import did_you_mean
 
 SAMPLING = ("grpo", "dapo", "ppo", "rloo", "reinforce_pp")
-"""Built-in flows that provide no baseline. For other flows, the groups show it (`gcore.flows.filters`)."""
+"""Built-in flows whose groups have no baseline reward, which `train.advantage: remax` needs. For other flows, the controller checks each group
+(`gcore.flows.filters`)."""
 
 SAYS_NOTHING = "tools"
 """Built-in environment that returns no reward."""
@@ -80,7 +81,7 @@ def check_correction(correction: str, train: TrainSpec) -> Iterator[str]:
 
 
 def check_stale(rollout: RolloutSpec, train: TrainSpec) -> Iterator[str]:
-    """Check that a correction exists for tokens of older weights."""
+    """Check that, with `rollout.staleness` above 0, the loss corrects for tokens that older weights generated."""
     if rollout.staleness == 0 or rollout.correction != "none" or train.old_logprobs == "engine" or train.loss == "sft":
         return
     yield (
@@ -90,7 +91,7 @@ def check_stale(rollout: RolloutSpec, train: TrainSpec) -> Iterator[str]:
 
 
 def check_streamed(rollout: RolloutSpec, train: TrainSpec, groups: int) -> Iterator[str]:
-    """Check that a step of `groups` groups benefits from streamed training."""
+    """Check that streamed training can start before a step's `groups` groups are all finished, and that engines wait for it (staleness 0)."""
     if not train.stream:
         return
     if rollout.staleness > 0:
@@ -192,7 +193,7 @@ def check_turns(placed: PlacementSpec, rollout: RolloutSpec, train: TrainSpec) -
 
 
 def reward_names(rewards: Rewards, judges: Sequence[JudgeSpec]) -> frozenset[str]:
-    """All reward functions that a spec names: as a reward, as a part, or as a judge's fallback."""
+    """Return the reward functions that a spec names: as a reward, as a part of one, or as a judge's fallback."""
     named = {name for _, reward in rewards for name in (reward.name, *(part.name for part in reward.parts))}
     instead = {judge.on_error.fallback for judge in judges if not isinstance(judge.on_error, str)}
     return frozenset(name for name in named | instead if name is not None)
@@ -294,7 +295,7 @@ def check_warmup(train: TrainSpec, steps: int | None) -> Iterator[str]:
 
 
 def check_truncation(sources: Sequence[ResolvedSource]) -> Iterator[str]:
-    """Check that training samples from the whole distribution. Applies to new jobs only; stored jobs continue."""
+    """Check that no source truncates the sampling distribution (top_p, top_k, min_p). Applies to new jobs only; stored jobs continue."""
     for source in sources:
         own = source.sampling
         set_ = {"top_p": own.top_p, "top_k": own.top_k, "min_p": own.min_p}
