@@ -18,17 +18,20 @@ MOUNT = Path("/sys/fs/cgroup")
 PROCESSES, CONTROLLERS, SUBTREE = "cgroup.procs", "cgroup.controllers", "cgroup.subtree_control"
 
 PERIOD_US = 100_000
-"""Period over which the CPU share is measured."""
+"""Period of `cpu.max`, in microseconds: the kernel grants the CPU quota anew in each."""
 
 GIB = 1 << 30
 
 
 class CannotLimit(GcoreError):
-    """The machine does not support these limits for this process."""
+    """The kernel or its permissions do not allow this process to set up or enter a control group with limits."""
 
 
 def limit_files(*, memory_gib: float | None, cpus: float | None, pids: int | None) -> dict[str, str]:
-    """Return the content of a group's limit files, by file name."""
+    """Return the content of a control group's limit files, by file name (memory.max, cpu.max, pids.max); none for a limit that is None.
+
+    `cpus`: cores, may be a fraction.
+    """
     found: dict[str, str] = {}
     if memory_gib is not None:
         found["memory.max"] = str(int(memory_gib * GIB) // 4096 * 4096)
@@ -40,12 +43,15 @@ def limit_files(*, memory_gib: float | None, cpus: float | None, pids: int | Non
 
 
 def group_of_process(text: str) -> str | None:
-    """Return the group in the text of /proc/PID/cgroup; None without version 2."""
+    """Return the path of the control group that the text of /proc/PID/cgroup names; None without version 2."""
     return next((line.removeprefix("0::") for line in text.splitlines() if line.startswith("0::/")), None)
 
 
 def open_base(base: Path, needed: Mapping[str, str]) -> None:
-    """Enable the controllers for `needed` in the groups below `base`. Raises CannotLimit."""
+    """Create the group `base` if needed, and let its subgroups set the limits `needed` (limit files, as from `limit_files`).
+
+    Raises CannotLimit.
+    """
     controllers = sorted({name.partition(".")[0] for name in needed})
     try:
         if not base.is_dir():
@@ -65,7 +71,7 @@ def open_base(base: Path, needed: Mapping[str, str]) -> None:
 
 
 def make_group(group: Path, wanted: Mapping[str, str]) -> None:
-    """Create the group with these limits if needed. Raises CannotLimit."""
+    """Create the control group `group` if needed, and write its limits. `wanted`: content by limit file. Raises CannotLimit."""
     try:
         group.mkdir(exist_ok=True)
         for name, value in wanted.items():
@@ -86,7 +92,7 @@ def remove_group(group: Path) -> bool:
 
 
 def enter_group(group: str) -> None:
-    """Move this process into the group. Raises CannotLimit."""
+    """Move this process into the control group with the folder `group`. Raises CannotLimit."""
     try:
         Path(group, PROCESSES).write_text(str(os.getpid()), encoding="ascii")
     except OSError as error:

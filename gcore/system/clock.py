@@ -12,7 +12,7 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """A clock in seconds, as floats."""
+    """Reads the time and sleeps. All times are seconds, as floats."""
 
     def monotonic(self) -> float:
         """Return seconds since a fixed moment of this process; never decreases."""
@@ -45,5 +45,5 @@ FIRST_DELAY_S, LONGEST_DELAY_S = 0.2, 5.0
 
 
 def retry_delay(tries: int) -> float:
-    """Return seconds to wait after `tries` failed tries (from 1)."""
+    """Return the seconds to wait before the next try, after `tries` (at least 1) have failed."""
     return min(FIRST_DELAY_S * 2.0 ** min(tries - 1, 16), LONGEST_DELAY_S)

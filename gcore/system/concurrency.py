@@ -1,6 +1,6 @@
 """Groups of asynchronous tasks that end together, and time limits.
 
-Every process of agents and tools loads this module, and few have a task that does not end, so only `_leave` imports ctypes.
+Every process of agents and tools loads this module. Few ever have a task that does not end, so `_leave` imports ctypes only when needed.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from gcore.system.clock import Clock
 T = TypeVar("T")
 
 LOOK_AGAIN_S = 0.1
-"""Shortest interval before an extended limit is checked again."""
+"""Shortest wait, in seconds, after excluded time has extended the limit of `wait_within`."""
 
 END_S = 5.0
-"""Time for cancelled work to end. After that it is abandoned."""
+"""Seconds in which a cancelled task must end. After that it is abandoned."""
 
 
 class TaskHung(TimeoutError):
@@ -26,9 +26,9 @@ class TaskHung(TimeoutError):
 
 
 async def gather_or_cancel(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Return the results of all. If one fails, cancel the others and wait for their end before raising its error.
+    """Run the coroutines concurrently and return their results. If one fails, cancel the others and wait for their end before raising its error.
 
-    Otherwise they would keep loading engines during the next try, or wait for a version that is never served again.
+    Otherwise the others would keep loading engines during the next try, or wait for a version that is never served again.
     """
     tasks = [asyncio.ensure_future(one) for one in work]
     try:
@@ -46,8 +46,10 @@ async def cancel_all(tasks: Iterable[asyncio.Future[Any]]) -> None:
 
 
 def is_cancelled() -> bool:
-    """Return whether the current task was cancelled. A CancelledError without this comes from another task's cancellation, or foreign code
-    raised it."""
+    """Return whether the current task itself was cancelled.
+
+    If not, a CancelledError comes from the cancellation of another task that this one awaits, or from foreign code.
+    """
     me = asyncio.current_task()
     return me is not None and me.cancelling() > 0
 
@@ -71,7 +73,7 @@ async def limit_time(seconds: float | None) -> AsyncIterator[None]:
 
 
 class Pausable:
-    """Measures time that does not count towards limits: while any caller is within `held`."""
+    """Measures time that does not count towards a time limit (`wait_within`): the time while at least one caller is in a block `held`."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -81,7 +83,7 @@ class Pausable:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Exclude the time within the block."""
+        """Exclude the time of the `with` block from limits. Blocks may overlap; overlapping time counts once."""
         if not self._holders:
             self._since = self._clock.monotonic()
         self._holders += 1
@@ -94,7 +96,7 @@ class Pausable:
 
     @property
     def seconds(self) -> float:
-        """Total excluded time."""
+        """Total excluded time in seconds, including that of blocks that still run."""
         return self._past_s + (self._clock.monotonic() - self._since if self._holders else 0.0)
 
 

@@ -30,7 +30,7 @@ LogFormat = Literal["text", "json"]
 FORMAT_VARIABLE, LEVEL_VARIABLE = "GCORE_LOG_FORMAT", "GCORE_LOG_LEVEL"
 
 ABOUT_VARIABLE = "GCORE_LOG_ABOUT"
-"""JSON fields that all log lines of a process have."""
+"""Environment variable with a JSON object: fields that all log lines of a process have."""
 
 TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 MOST_CHARACTERS = 16_000
@@ -39,7 +39,7 @@ _about: ContextVar[Callable[[], Fields] | None] = ContextVar("about", default=No
 
 
 def set_log_context(fields: Callable[[], Fields]) -> None:
-    """Set the log fields of this task and of all tasks that it starts from now on. `fields` is called for each line."""
+    """Set the JSON log fields of this task and of all tasks that it starts from now on. `fields` is called for each line and returns them."""
     _about.set(fields)
 
 
@@ -75,9 +75,9 @@ def set_up_logging(
     environment: Mapping[str, str] = os.environ,
     stream: TextIO | None = None,
 ) -> None:
-    """Log to `stream` (default: standard error) as the environment says; replaces earlier handlers.
+    """Log to `stream` (default: standard error), in the format and from the level that the environment selects; replace earlier handlers.
 
-    `level`: default if the environment has none. `fixed`: fields of every line, in addition to those in the environment.
+    `level`: lowest level to log, if the environment names none. `fixed`: fields of every line, in addition to those in the environment.
     """
     handler = logging.StreamHandler(stream or sys.stderr)
     is_json = environment.get(FORMAT_VARIABLE) == "json"
@@ -92,7 +92,7 @@ def set_up_logging(
 
 
 def log_environment(fields: Fields) -> dict[str, str]:
-    """Return the environment of a process whose log lines all have `fields`; drops fields that are empty or None."""
+    """Return the environment variables with which a child process adds `fields` to all its log lines; drops fields that are empty or None."""
     return {ABOUT_VARIABLE: json.dumps({name: value for name, value in fields.items() if value not in ("", None)})}
 
 
@@ -107,7 +107,10 @@ LONGEST_STATUS = 400
 
 @dataclass(frozen=True, slots=True)
 class ServiceManager:
-    """The service manager's socket and watchdog interval. `address` empty: there is none. `watchdog_s` None: no watchdog."""
+    """Sends notifications to the service manager (systemd). `address`: its socket; empty: there is none, and nothing is sent.
+
+    `watchdog_s`: seconds within which it expects the next watchdog notification; None: no watchdog.
+    """
 
     address: str = ""
     watchdog_s: float | None = None
@@ -138,6 +141,6 @@ class ServiceManager:
 
 
 def clear_environment(environment: dict[str, str] | os._Environ[str]) -> None:
-    """Remove variables that are for this process alone, so that its workers do not send notifications."""
+    """Remove the service manager's variables from `environment`, so that the daemon's workers do not send notifications."""
     for name in (SOCKET, WATCHDOG_USEC, WATCHDOG_PID):
         environment.pop(name, None)

@@ -4,8 +4,8 @@
     fault_point(TxnKind.COMMIT, "after")         the response arrived, but this process has not used it yet
 
 Faults at random moments find unexpected problems; faults at these points reliably hit the few moments on which the step protocol's guarantees
-depend. A file arms a point. Its folder is `GCORE_FAULT_POINTS` in the environment. The file is named like `commit.before` and contains the
-effect and the pass of a process at which it happens (`kill`, `stop 3`, `lose`). The process that reaches the point renames the file to
+depend. A file arms a point. Its folder is `GCORE_FAULT_POINTS` in the environment. The file is named like `commit.before`. It contains the
+effect and optionally how often a process must reach the point before it happens: `kill`, `lose`, `stop 3` (at the third time). The process that reaches the point renames the file to
 `commit.before.fired.PID`, which only one process can do. So a fault happens once in a cluster, and the restarted process does not hit it again.
 
 Without the variable, which only tests set, a point costs one comparison. Code must not depend on the effect of a point, because in production it
@@ -28,12 +28,12 @@ When = Literal["before", "after"]
 
 
 class FaultPoint(StrEnum):
-    """Fault points other than the ledger's transactions, which are named by their `TxnKind`."""
+    """Places where a fault can be armed, besides the ledger's transactions (those are named by their `TxnKind`)."""
 
     NODE = "node"
-    """A daemon registers."""
+    """A daemon registers its node in the store."""
     WORKER = "worker"
-    """A worker registers, and claims its rank."""
+    """A worker registers in the store, and a train worker claims its rank."""
     RENDEZVOUS = "rendezvous"
     """Rank 0's supervisor publishes the address at which the world's ranks connect."""
     FEED = "feed"
@@ -81,7 +81,7 @@ class FaultEffect(StrEnum):
 
 
 def fault_folder(environment: Mapping[str, str]) -> Path | None:
-    """Return the folder of armed points; None in production."""
+    """Return the folder with the files that arm fault points; None in production."""
     named = environment.get(VARIABLE)
     return Path(named) if named else None
 
@@ -89,11 +89,14 @@ def fault_folder(environment: Mapping[str, str]) -> Path | None:
 _FOLDER = fault_folder(os.environ)
 
 _passes: dict[str, int] = {}
-"""Passes of this process through each armed point."""
+"""How often this process has reached each armed point, by name (`commit.before`)."""
 
 
 def fault_point(what: str, when: When) -> None:
-    """Trigger the effect if the point is armed. Raises StoreUnavailable for a lost response."""
+    """Trigger the armed effect, if a test has armed the point `what` at this time. Does nothing in production.
+
+    Raises StoreUnavailable for the effect LOSE.
+    """
     if _FOLDER is not None:
         _come_to(_FOLDER, f"{what}.{when}")
 
@@ -119,7 +122,10 @@ def _come_to(folder: Path, name: str) -> None:
 
 
 def _read(words: list[str], where: Path) -> tuple[FaultEffect, int]:
-    """Parse an armed point's file. Raises UsageError, so that a test with a wrong file cannot pass without a fault."""
+    """Return the effect and the pass (from 1) at which it happens, from the words of the file that arms a point.
+
+    Raises UsageError for other words, so that a test with a wrong file cannot pass without a fault.
+    """
     deeds = {str(deed): deed for deed in FaultEffect}
     if not 1 <= len(words) <= 2 or words[0] not in deeds or not all(word.isdigit() for word in words[1:]):
         raise UsageError(

@@ -1,7 +1,7 @@
 """Atomic writes of files and folders, and files of lines.
 
-A file is written under a hidden name next to its target and renamed; so is a folder, after everything is in it. A crash at any moment leaves the
-previous content, plus at most a hidden remainder, which `sweep_drafts` removes. With `durable`, all bytes are on disk before the rename, so that
+A file or folder is written completely under a temporary hidden name next to its target, and then renamed. A crash at any moment leaves the
+previous content, plus at most a temporary file or folder; `sweep_drafts` removes temporary folders. With `durable`, all bytes are on disk before the rename, so that
 this also holds after a power failure.
 
 A line without a newline is incomplete, because its writer died or the disk was full, and is ignored. `parse_object` reads a line of JSON that
@@ -49,8 +49,9 @@ def replace_file(target: Path, data: bytes, *, mode: int = 0o666) -> None:
 def replace_folder(target: Path, *, owner: str, durable: bool, drafts: Path | None = None) -> Iterator[Path]:
     """Yield a new folder to fill; it becomes `target` at the end of the block, replacing an old one.
 
-    `owner` keeps the unfinished folders of two writers apart. `drafts`: where to fill it, on the same file system, if another writer may sweep the
-    target's parent. If the block raises, removes what was written. Raises DiskFull if the disk is full.
+    `owner`: a name for the writer, part of the temporary name, so that two writers of one target do not collide. `drafts`: parent of the temporary
+    folder, on the same file system; by default the target's parent. Set it if another writer may call `sweep_drafts` on the target's parent. If the
+    block raises, the temporary folder is removed. Raises DiskFull if the disk is full.
     """
     temporary = (drafts or target.parent) / f".{target.name}.{owner}.tmp"
     try:
@@ -100,7 +101,7 @@ def last_lines(path: Path, most_bytes: int) -> Iterator[bytes]:
 
 
 def append_lines(path: Path, lines: bytes, *, durable: bool = False) -> None:
-    """Append whole lines to a file; first end an incomplete last line, which a killed writer or a full disk may have left. Raises OSError, also
+    """Append complete lines to a file (created if missing). First end an incomplete last line, which a killed writer or a full disk may have left. Raises OSError, also
     if the folder does not exist."""
     with path.open("a+b") as file:
         if file.tell():
@@ -122,9 +123,9 @@ def sync_path(path: Path) -> None:
 
 
 def sweep_drafts(parent: Path, spared: Callable[[str], bool] = lambda target: False) -> None:
-    """Remove hidden remainders of dead writers in `parent`, except those of targets for which `spared` returns true.
+    """Remove the temporary folders that dead writers (`replace_folder`) left in `parent`.
 
-    The caller must be the only writer of the other targets.
+    `spared`: gets the name of a target; where it returns true, the temporary folder stays. The caller must be the only writer of the other targets.
     """
     for path in parent.glob(".*.tmp"):
         if not spared(path.name.removeprefix(".").partition(".")[0]):
@@ -146,7 +147,7 @@ def _take_name(temporary: Path, target: Path) -> None:
 
 
 MOST = 1e18
-"""Larger than any recorded time, count or size."""
+"""Largest accepted number of a JSON line; larger than any recorded time, count or size."""
 
 
 def parse_object(line: str) -> dict[str, Any] | None:
@@ -159,7 +160,7 @@ def parse_object(line: str) -> dict[str, Any] | None:
 
 
 def parse_number(value: Any) -> float:
-    """Return a number of such an object as float. Raises TypeError for other types, including text and booleans."""
+    """Return a number from a JSON object (`parse_object`) as float. Raises TypeError for other types, including text and booleans."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{value!r} is not a number")
     return float(value)

@@ -29,7 +29,7 @@ REAP_MS = 30_000
 
 
 def main() -> None:
-    """Run a subcommand. Never returns."""
+    """Run the subcommand in argv (enter, tether or warden). Never returns."""
     {"enter": enter, "tether": tether, "warden": warden}[sys.argv[1]](sys.argv[2], sys.argv[3:])
 
 
@@ -54,7 +54,7 @@ def tether(parent: str, command: list[str]) -> None:
 
 
 def become(command: list[str]) -> None:
-    """Exec the command, or exit as a shell does for a missing command."""
+    """Replace this process by the command. If it cannot start, exit with 127, as a shell does."""
     try:
         os.execvp(command[0], command)
     except OSError as error:
@@ -63,7 +63,7 @@ def become(command: list[str]) -> None:
 
 
 def warden(scratch: str, command: list[str]) -> None:
-    """Run the command until it or the owner ends, then end everything that it started."""
+    """Run the command until it ends or the owner closes standard input, then kill all its descendants and remove the folder `scratch`."""
     import contextlib
     import ctypes
     import shutil
@@ -89,7 +89,7 @@ def warden(scratch: str, command: list[str]) -> None:
 
 
 def close_inherited() -> None:
-    """Close descriptors that only the command should hold, because their other ends wait for the close."""
+    """Close the inherited descriptors in the warden: a reader at the other end of a pipe waits until all copies are closed."""
     import contextlib
 
     for fd in map(int, os.listdir("/proc/self/fd")):
@@ -99,7 +99,7 @@ def close_inherited() -> None:
 
 
 def wait_for_end(pid: int) -> None:
-    """Wait until `pid` or the owner has ended."""
+    """Wait until the process `pid` has ended or the owner has closed standard input. Meanwhile, reap ended orphans."""
     import select
 
     poll = select.poll()
@@ -124,7 +124,7 @@ def kill_orphans() -> None:
 
 
 def list_children() -> list[int]:
-    """Return the children of this process; empty if the kernel does not report them."""
+    """Return the pids of this process's children; empty if the kernel does not report them."""
     try:
         with open(f"/proc/self/task/{os.getpid()}/children", encoding="ascii") as file:
             return [int(pid) for pid in file.read().split()]
@@ -133,7 +133,7 @@ def list_children() -> list[int]:
 
 
 def reap_child(pid: int, how: int) -> None:
-    """Wait for a child, or only poll it (WNOHANG)."""
+    """Reap the child `pid`. `how`: 0 waits for its end; WNOHANG returns at once if it still runs."""
     import contextlib
 
     with contextlib.suppress(ChildProcessError):
@@ -141,7 +141,7 @@ def reap_child(pid: int, how: int) -> None:
 
 
 def exit_like(code: int) -> None:
-    """Exit with the command's code, or die of its signal without a core dump."""
+    """Exit with the command's exit code; if it is negative (the command died of a signal), die of the same signal without a core dump."""
     import contextlib
     import resource
     import signal

@@ -23,7 +23,7 @@ CONTROL_GROUP = Path("/sys/fs/cgroup")
 
 @dataclass(frozen=True, slots=True)
 class HostMemory:
-    """Total bytes, and bytes currently available."""
+    """Memory of a machine in bytes: all of it, and what new processes can use now."""
 
     total: int
     available: int
@@ -31,7 +31,7 @@ class HostMemory:
 
 @dataclass(frozen=True, slots=True)
 class GroupLimits:
-    """Limits of the control group (version 2 or 1): cores and memory, None without a limit; and memory in use.
+    """Limits of a control group (version 2 or 1), and its memory use in bytes. `cores` and `memory`: None without a limit.
 
     `used` excludes inactive file cache, which the kernel drops when memory is needed.
     """
@@ -55,7 +55,7 @@ def host_memory(meminfo: Path = MEMINFO, group: Path = CONTROL_GROUP) -> HostMem
 
 
 def group_limits(root: Path = CONTROL_GROUP) -> GroupLimits:
-    """Return the limits of the control group."""
+    """Return the limits of the control group whose files are in `root`."""
 
     def read(*names: str) -> str:
         for name in names:
@@ -95,7 +95,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def release_free_memory() -> None:
-    """Return freed memory of the C library to the system, if the library supports it."""
+    """Return memory that the C library has freed but still keeps to the system (`malloc_trim`); does nothing without glibc."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
@@ -123,15 +123,15 @@ def drop_pages(address: int, size: int) -> int:
 
 
 def limit_library_pools() -> None:
-    """Call it before other imports: disables thread pools and a library's own command line.
+    """Limit the thread pools of libraries to one thread, and keep httpx from loading its command-line program. Call it before other imports.
 
-    httpx imports one, with click, rich and pygments, which costs a daemon 4 MB and 0.1 s.
+    That program loads click, rich and pygments, which costs a daemon 4 MB and 0.1 s.
     """
     os.environ.update(thread_environment(1))
     sys.modules.setdefault("httpx._main", None)  # type: ignore[arg-type]
 
 
 def trim_memory() -> None:
-    """Return freed memory to the system. Takes some milliseconds."""
+    """Collect garbage and return freed memory to the system. Takes some milliseconds."""
     gc.collect()
     release_free_memory()

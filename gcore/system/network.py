@@ -42,7 +42,7 @@ PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
 
 
 def bypass_proxies(environ: Mapping[str, str], *hosts: str) -> dict[str, str]:
-    """Return variables that make other programs bypass the proxies in `environ` for `hosts`; empty if `environ` has no proxy."""
+    """Return environment variables (NO_PROXY) with which child processes bypass the proxies in `environ` for `hosts`; empty without a proxy."""
     if not any(environ.get(name) or environ.get(name.lower()) for name in PROXIES):
         return {}
     return {name: ",".join(filter(None, (environ.get(name), *hosts))) for name in ("NO_PROXY", "no_proxy")}
@@ -61,7 +61,7 @@ def join_host_port(host: str, port: int) -> str:
 
 
 def split_host_port(address: str) -> tuple[str, int]:
-    """Inverse of `join_host_port`."""
+    """Split `host:port` or `[v6]:port` into host (without brackets) and port. Raises ValueError if the port is not a number."""
     host, _, port = address.rpartition(":")
     return host.removeprefix("[").removesuffix("]"), int(port)
 
@@ -73,9 +73,10 @@ def listen(host: str, port: int = 0, backlog: int = 128) -> socket.socket:
 
 
 PASSING = frozenset({errno.EADDRNOTAVAIL, errno.EADDRINUSE, errno.ENETDOWN, errno.ENOBUFS, errno.ENOMEM, errno.EMFILE})
+"""System errors of listening that are temporary."""
 
 PASSING_NAMES = frozenset({socket.EAI_AGAIN})
-"""The name resolver does not answer yet."""
+"""Resolver errors that are temporary: the name server does not answer yet."""
 
 
 def is_loopback(host: str) -> bool:
@@ -87,7 +88,10 @@ def is_loopback(host: str) -> bool:
 
 
 def listen_error(what: str, error: OSError | None) -> GcoreError:
-    """Return the error to raise. `what`: what failed. `error`: the system's reason; None: it would succeed now."""
+    """Return the error for a failed listen: CannotListen if it may be temporary, otherwise UsageError.
+
+    `what`: what failed, with the address. `error`: the system's error; None: another try (`describe_listen_error`) succeeded.
+    """
     said = "another process used it a moment ago" if error is None else error.strerror or str(error)
     if error is None or error.errno in (PASSING_NAMES if isinstance(error, socket.gaierror) else PASSING):
         return CannotListen(
@@ -98,7 +102,7 @@ def listen_error(what: str, error: OSError | None) -> GcoreError:
 
 
 def describe_listen_error(host: str, port: int) -> OSError | None:
-    """Return the system's error for listening there now, for servers that do not report it; None if it would succeed."""
+    """Try to listen at `host` and `port` and return the system's error; None if it succeeds. For servers that do not report the error themselves."""
     try:
         for family, kind, protocol, _, address in socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE

@@ -47,11 +47,11 @@ def accept_signals() -> None:
 
 
 DEAD_STATES = frozenset("ZXx")
-"""States in /proc/PID/stat of ended processes."""
+"""States of ended processes in /proc/PID/stat."""
 
 
 PROCESSOR_TIME_AGAIN_S = 0.05
-"""Interval at which the signal is repeated, because foreign code may have suppressed the first."""
+"""Seconds of CPU time after which SIGPROF is repeated, because foreign code may have suppressed the first."""
 
 
 class ProcessorTimeUsed(BaseException):
@@ -83,7 +83,7 @@ class CannotStart(GcoreError):
 
 @dataclass(frozen=True, slots=True)
 class ProcessId:
-    """The identity of a process until the next boot. `started`: clock ticks from boot to its start."""
+    """Identifies a process on this machine until the next boot. `started`: clock ticks from boot to its start."""
 
     pid: int
     started: int
@@ -120,10 +120,10 @@ def is_running(process: ProcessId) -> bool:
 
 
 _CHILDREN: dict[ProcessId, subprocess.Popen[bytes]] = {}
-"""Detached children of this process; the kernel reports an exit status only to the parent."""
+"""Children that `spawn_detached` started. `ending_signal` needs them, because the kernel reports an exit status only to the parent."""
 
 COLLECTED_S = 1.0
-"""Time within which a child's exit status is available after its end."""
+"""Seconds to wait for the exit status of a child that has ended."""
 
 
 class EndedBySignal(GcoreError):
@@ -262,7 +262,7 @@ LAST_WORDS = 500
 
 
 def exit_sentence(returncode: int, last_words: str, *, out_of_memory: bool) -> str:
-    """Return how a process died. `returncode`: as in subprocess, negative for a signal. `last_words`: end of its log; may be empty."""
+    """Return how a process ended, for an error message. `returncode`: as in subprocess, negative for a signal. `last_words`: end of its log; may be empty."""
     if returncode >= 0:
         how = f"ended by itself with exit code {returncode}"
     elif returncode == -signal.SIGKILL and out_of_memory:
@@ -286,7 +286,10 @@ def last_log_lines(log_file: Path, since: int) -> str:
 
 
 def out_of_memory_kills(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
-    """Return the number of out-of-memory kills that may concern this process; 0 if the kernel does not report it."""
+    """Return how many processes the kernel has killed for lack of memory, on this machine and in this process's control groups; 0 if it does not say.
+
+    The caller compares two counts: a growth means that one of its processes may have been killed.
+    """
     return _counter(proc / "vmstat") + sum(_counter(path) for path in _memory_files(proc, cgroups))
 
 
@@ -328,11 +331,11 @@ SIZED = (
     "VECLIB_MAXIMUM_THREADS",
     "RAYON_NUM_THREADS",
 )
-"""One thread pool each; by default a library uses all cores that it sees."""
+"""Environment variables that set the size of one library's thread pool each. By default a library uses all cores that it sees."""
 
 
 def thread_environment(threads: int) -> dict[str, str]:
-    """Return the environment variables for a worker with `threads` threads."""
+    """Return the environment variables that limit the thread pools of libraries to `threads` threads and forbid busy waiting."""
     return {name: str(threads) for name in SIZED} | {
         "OMP_WAIT_POLICY": "PASSIVE",
         "OMP_DYNAMIC": "FALSE",

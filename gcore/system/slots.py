@@ -1,4 +1,4 @@
-"""Names of slots and the parts of a machine that they mean. Pure.
+"""Names of slots (a GPU, or CPU cores), and the devices or cores that each name stands for. Pure.
 
 - `cuda:3` is the GPU with the driver's number 3; `cuda:GPU-8f6d…` (or `MIG-…`) is the GPU with that driver name.
 - `cpu:0-3`, or `cpu:0-3,8-11`, is a set of cores: its workers run only on these, with one thread per core.
@@ -36,19 +36,19 @@ def is_cpu(slot: str) -> bool:
 
 
 def bound_cores(slot: str) -> frozenset[int]:
-    """Return the cores that a slot names; empty if it is not a set of cores."""
+    """Return the CPU cores that a slot name lists (`cpu:0-3`); empty for other slots and for an invalid name."""
     if not _CORES.fullmatch(slot) or slot_problem(slot):
         return frozenset()
     return frozenset(core for part in slot.removeprefix("cpu:").split(",") for core in _range(part))
 
 
 def worker_cores(slots: Iterable[str]) -> tuple[int, ...]:
-    """Return the cores on which a worker of these slots runs, in order; empty if it is not bound."""
+    """Return the cores to which a worker on these slots is bound, ascending; empty if it is bound to none."""
     return tuple(sorted(frozenset[int]().union(*(bound_cores(slot) for slot in slots))))
 
 
 def count_threads(slots: Iterable[str]) -> int:
-    """Return the number of compute threads for a worker of these slots: one per core, or one with GPUs."""
+    """Return the number of compute threads for a worker on these slots: one per core; one if all slots are GPUs."""
     return max(1, sum(len(bound_cores(slot)) or 1 for slot in slots if not is_cuda(slot)))
 
 

@@ -35,7 +35,7 @@ def leave_compiler_out() -> None:
 
 
 def _say_there_is_no_distributed() -> None:
-    """Make transformers conclude that torch has no distributed package; it asks once and caches the answer."""
+    """Make transformers conclude that torch has no distributed package: it calls `dist.is_available` once and caches the result."""
     import torch.distributed as dist
     from transformers.utils import import_utils
 
@@ -72,10 +72,10 @@ class _Compiler(ModuleType):
 
 
 class _Masks(ModuleType):
-    """The stub for the submodule."""
+    """The stub for `_MASKS`. An access to a name loads the real compiler and then the real submodule."""
 
     class TransformGetItemToIndex:
-        """Creates an instance of the real class."""
+        """Stands for the class of the same name in torch; creating an instance loads the real compiler."""
 
         def __new__(cls) -> Any:
             _real()
@@ -89,7 +89,7 @@ class _Masks(ModuleType):
 
 
 def _real() -> ModuleType:
-    """Load the real compiler."""
+    """Remove the stubs, and return the real module `torch._dynamo`."""
     if isinstance(sys.modules.get(_COMPILER), _Compiler):
         del sys.modules[_COMPILER]
         sys.modules.pop(_MASKS, None)
