@@ -32,14 +32,14 @@ from gcore.system.files import replace_file
 MAX_NAME = 64
 """Longest common name in X.509, in characters."""
 SKEW = timedelta(minutes=5)
-"""A certificate begins this much earlier, because clocks differ."""
+"""A certificate is valid from this long before its issue, because clocks differ."""
 
 _SERVER, _CLIENT = ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH
 
 
 @dataclass(frozen=True, slots=True)
 class CertificatePair:
-    """A certificate and its key, PEM."""
+    """A certificate and its private key, both as PEM."""
 
     cert: bytes
     key: bytes = field(repr=False)
@@ -47,7 +47,10 @@ class CertificatePair:
 
 @dataclass(frozen=True, slots=True)
 class CertificateInfo:
-    """The fields of a certificate."""
+    """The fields of a certificate that gcore uses and displays. `whose`: the node or user that it names; None for another server, such as etcd.
+
+    `serves` and `calls`: whether it is valid as a server and as a client certificate.
+    """
 
     common_name: str
     issuer: str
@@ -62,7 +65,7 @@ class CertificateInfo:
 
 
 def new_authority(name: str, *, days: int, now: datetime) -> CertificatePair:
-    """Create an authority that can only sign certificates of others. Raises UsageError."""
+    """Create a self-signed authority that signs certificates, but no further authorities. Raises UsageError."""
     key = ec.generate_private_key(ec.SECP256R1())
     subject = _named(name)
     builder = _begun(subject, subject, key.public_key(), days, now)
@@ -251,7 +254,7 @@ Purpose = Literal["node", "user", "etcd"]
 
 @dataclass(frozen=True, slots=True)
 class CertificateRequest:
-    """A certificate to issue."""
+    """What a new certificate shall contain. `role` and `namespaces`: only for a user. `hosts`: only for a server. `days`: validity."""
 
     purpose: Purpose
     name: str
@@ -262,7 +265,7 @@ class CertificateRequest:
 
     @property
     def whose(self) -> CertName | None:
-        """The identity in the certificate; None for a server other than a node. Raises UsageError."""
+        """The node or user that the certificate names; None for a server other than a node. Raises UsageError if the request is not valid."""
         if not NAME.fullmatch(self.name):
             raise UsageError(
                 f"{self.name[:80]!r} is not a valid name",
@@ -287,7 +290,7 @@ class CertificateRequest:
 
 
 def make_authority(folder: Path, name: str, *, days: int, now: datetime) -> None:
-    """Create an authority in a folder. Raises UsageError if there is one already."""
+    """Create an authority named `name` and the cluster's engine key in `folder`. Raises UsageError if there is one already."""
     _check_days(days)
     if (folder / CA_KEY).exists() or (folder / CA).exists():
         raise UsageError(
@@ -298,7 +301,7 @@ def make_authority(folder: Path, name: str, *, days: int, now: datetime) -> None
 
 
 def issue_certificate_into(folder: Path, authority: Path, wanted: CertificateRequest, now: datetime) -> CertificateInfo:
-    """Issue a certificate and write its folder. Raises UsageError."""
+    """Issue a certificate by the authority in the folder `authority`, and write it with its key into `folder`. Raises UsageError."""
     _check_days(wanted.days)
     whose = wanted.whose
     if (folder / CERT).exists() or (folder / KEY).exists():
@@ -319,7 +322,11 @@ def issue_certificate_into(folder: Path, authority: Path, wanted: CertificateReq
 def renew_certificate(
     folder: Path, authority: Path, *, within_days: int | None, days: int | None, now: datetime
 ) -> CertificateInfo | None:
-    """Replace certificate and key for the same names; return None if it is valid for longer than `within_days`. Raises UsageError."""
+    """Issue the certificate in `folder` again, with a new key and for the same names.
+
+    `within_days`: do nothing and return None if the old one is valid for longer than this. `days`: validity of the new one; None: as long as the old
+    one's. Raises UsageError.
+    """
     before = read_certificate(_bytes(folder / CERT))
     if within_days is not None and before.ends > now + timedelta(days=within_days):
         return None
@@ -332,7 +339,10 @@ def renew_certificate(
 
 
 def add_trust(folder: Path, authority: Path, *, only: bool) -> int:
-    """Make a folder trust an authority, in addition to others or (`only`) alone. Return how many it trusts then. Raises UsageError."""
+    """Add the authority in the folder `authority` to those that a certificate's `folder` trusts (its ca.pem); with `only`, replace them.
+
+    Return the number of trusted authorities. Raises UsageError.
+    """
     signer = _bytes(authority / CA)
     if not read_certificate(signer).is_authority:
         raise UsageError(
@@ -350,7 +360,7 @@ def add_trust(folder: Path, authority: Path, *, only: bool) -> int:
 
 
 def inspect_certificate(file: Path) -> CertificateInfo:
-    """Read a certificate file, or the certificate in a folder. Raises UsageError."""
+    """Read a certificate file, or the certificate in a folder: cert.pem, or else ca.pem. Raises UsageError."""
     if file.is_dir():
         file = file / CERT if (file / CERT).exists() else file / CA
     try:
@@ -360,7 +370,7 @@ def inspect_certificate(file: Path) -> CertificateInfo:
 
 
 def _trusted(file: Path, signer: bytes) -> bytes:
-    """Return the folder's trusted authorities plus the signer: during a replacement, a folder trusts both."""
+    """Return the authorities in `file` plus `signer` (PEM). While an authority is being replaced, a folder trusts the old and the new one."""
     before = file.read_bytes() if file.exists() else b""
     return before if signer.strip() in before else signer + before
 
@@ -399,5 +409,5 @@ def _check_days(days: int) -> None:
 
 
 def parse_hosts(words: Sequence[str]) -> tuple[str, ...]:
-    """Parse `--host a,b --host c`."""
+    """Return the hosts in the values of `--host`, each of which may list several, separated by commas."""
     return tuple(host for word in words for host in word.split(",") if host)

@@ -38,7 +38,10 @@ Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 
 
 def handler_call(handler: Handler) -> Callable[..., Any]:
-    """Return the handler's function of request and context. It returns an awaitable, or an asynchronous iterator for a response stream."""
+    """Return the function in `handler` that answers a request.
+
+    It takes the request and the context, and returns an awaitable; for a response stream, an asynchronous iterator.
+    """
     either: Any = handler
     found: Callable[..., Any] = {
         (False, False): either.unary_unary,
@@ -50,7 +53,7 @@ def handler_call(handler: Handler) -> Callable[..., Any]:
 
 
 def wrap_handler(handler: Handler, answer: Callable[..., Any], decode: Callable[[bytes], Any] | None = None) -> Handler:
-    """Return a handler of the same kind that calls `answer` and, if given, decodes requests with `decode`."""
+    """Return a handler like `handler` (unary or stream, serializers) that calls `answer`. `decode`: replaces its request deserializer."""
     make: Callable[..., Handler] = {
         (False, False): grpc.unary_unary_rpc_method_handler,
         (False, True): grpc.unary_stream_rpc_method_handler,
@@ -69,7 +72,10 @@ def early_handler(handler: Handler, answer: Callable[..., Any]) -> Handler:
 
 
 async def read_request(handler: Handler, requests: AsyncIterator[Any], within_s: float = REQUEST_WITHIN_S) -> Any:
-    """Return the single request, or the iterator of a request stream. Raises LateRequest, UsageError."""
+    """Return the request of a unary call, waiting for it at most `within_s`; of a request stream, the iterator `requests` itself.
+
+    Raises LateRequest, and UsageError if the call has no request.
+    """
     if handler.request_streaming:
         return requests
     try:
@@ -91,18 +97,18 @@ DOMAIN = "gcore"
 DETAILS_KEY = "grpc-status-details-bin"
 
 MOST_SAID = 3500
-"""Most bytes of a rejection's sentence on the wire."""
+"""Most bytes of a rejection's message on the wire."""
 
 MOST_DETAILS = 2700
-"""Most bytes of the details."""
+"""Most bytes of a rejection's `google.rpc.Status`, which holds the details."""
 
 MOST_AGAIN = 500
-"""Most bytes of the copy of the sentence in the details."""
+"""Most bytes of the message's copy in the `google.rpc.Status`."""
 
 MOST_VIOLATIONS = 16
 
 MOST_OF_A_FIELD, MOST_OF_A_VIOLATION = 80, 300
-"""Most bytes of a field's name and of its problem. The sentence has the full text."""
+"""Most bytes of a wrong field's name and of its problem in the details. The message has the full text."""
 
 UNKNOWN = "UNKNOWN"
 
@@ -117,7 +123,7 @@ class Violation:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """The reason of a rejected call."""
+    """Why the server rejects a call: status code, message for people, constant reason for programs, wrong fields."""
 
     code: grpc.StatusCode
     sentence: str
@@ -134,7 +140,7 @@ def cut_bytes(text: str, most: int) -> str:
 
 
 def clip_details(text: str) -> str:
-    """Shorten a sentence to what may be sent as the details of a status."""
+    """Shorten a message so that gRPC's encoding of it (three bytes for each byte that is not plain ASCII) has at most `MOST_SAID` bytes."""
     total = 0
     for place, character in enumerate(text):
         data = character.encode(errors="replace")
@@ -145,7 +151,7 @@ def clip_details(text: str) -> str:
 
 
 def refusal_metadata(refusal: Refusal) -> tuple[tuple[str, bytes], ...]:
-    """Return the trailing metadata of a rejection."""
+    """Return the trailing metadata of a rejected call: one `google.rpc.Status` with the reason and the wrong fields."""
     info = error_details_pb2.ErrorInfo(reason=refusal.reason, domain=DOMAIN)
     for name, value in list(refusal.metadata.items())[:8]:
         info.metadata[cut_bytes(name, 64)] = cut_bytes(value, MOST_OF_A_VIOLATION)
@@ -164,7 +170,7 @@ def refusal_metadata(refusal: Refusal) -> tuple[tuple[str, bytes], ...]:
 
 
 def parse_refusal(error: grpc.RpcError) -> Refusal:
-    """Return the rejection of a call. Calls that another program or a proxy rejected have no reason of gcore's."""
+    """Return why a call was rejected, from the error that a client got. The reason is `UNKNOWN` if another program, such as a proxy, rejected it."""
     code, sentence = error.code(), error.details() or ""
     plain = Refusal(code, sentence)
     data = _of(error)
@@ -202,7 +208,7 @@ def version_metadata(versions: Collection[int] | None = None) -> tuple[tuple[str
 
 
 def version_refusal(said: str | None) -> str | None:
-    """Return why a call with this version metadata is rejected; None if it is not."""
+    """Return why a call is rejected whose version metadata is `said` (None: it has none); None if this process supports one of its versions."""
     spoken = set((str(schema.FIRST_VERSION) if said is None else said).split(","))
     if spoken & {str(readable) for readable in schema.READABLE}:
         return None
@@ -213,7 +219,7 @@ def version_refusal(said: str | None) -> str | None:
 
 
 class VersionedStub:
-    """A stub that adds this process's schema versions, and `more`, to every call."""
+    """Wraps a gRPC stub: adds the caller's schema versions (`versions`; None: this process's) and the metadata `more` to every call."""
 
     def __init__(
         self, stub: Any, versions: Collection[int] | None = None, *, more: tuple[tuple[str, str], ...] = ()
@@ -226,7 +232,10 @@ class VersionedStub:
 
 
 class VersionGate(grpc.aio.ServerInterceptor):
-    """Rejects calls of gcore's services with an unsupported version, with FAILED_PRECONDITION. Does not apply to health."""
+    """Rejects calls to gcore's services whose caller has no schema version in common with this process, with FAILED_PRECONDITION.
+
+    Does not apply to the health service.
+    """
 
     async def intercept_service(
         self,
@@ -257,7 +266,7 @@ def _refusing(handler: Handler, why: str) -> Handler:
 
 
 def server_credentials(watched: ReloadingFiles, *, mutual: bool) -> grpc.ServerCredentials:
-    """Return credentials that follow changed files. `mutual`: clients must have a certificate too."""
+    """Return a server's TLS credentials; new connections use the newest certificate files. `mutual`: clients must have a certificate too."""
     given = [watched.pem]
     first = _configuration(given[0], mutual=mutual)
 

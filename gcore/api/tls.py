@@ -45,7 +45,7 @@ Stamp = tuple[tuple[int, int, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class PemFiles:
-    """The content of the files. Never displayed."""
+    """The content of the TLS files: the trusted authorities, and this process's certificate and private key. Never displayed."""
 
     ca: bytes = field(repr=False)
     cert: bytes | None = field(repr=False)
@@ -54,7 +54,7 @@ class PemFiles:
 
 @dataclass(frozen=True, slots=True)
 class TlsMaterial:
-    """`ca`: authority of the peers' certificates. `cert` and `key`, set together: this process's own."""
+    """Paths of the TLS files. `ca`: the authority that signs the peers' certificates. `cert` and `key`: this process's own, set together."""
 
     ca: Path
     cert: Path | None = None
@@ -62,7 +62,7 @@ class TlsMaterial:
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """All configured files."""
+        """Paths of all files that are set."""
         return tuple(file for file in (self.ca, self.cert, self.key) if file is not None)
 
     def stamp(self) -> Stamp:
@@ -74,7 +74,7 @@ class TlsMaterial:
         return tuple((one.st_mtime_ns, one.st_size, one.st_ino) for one in found)
 
     def read(self) -> PemFiles:
-        """Read the files and check that they match. Raises UsageError."""
+        """Read the files and check that certificate and key match. Raises UsageError, also if other users may read the key."""
         if (self.cert is None) != (self.key is None):
             raise UsageError("only one of certificate and key is set", where="tls", fix="Set both or neither")
         try:
@@ -119,7 +119,7 @@ class TlsMaterial:
 
 
 class ReloadingFiles:
-    """The newest matching files. `pem` reads them again if they changed. Thread-safe."""
+    """Keeps the content of TLS files and reads them again when they change; keeps the old content if the new files do not match. Thread-safe."""
 
     def __init__(self, material: TlsMaterial) -> None:
         """Read the files. Raises UsageError."""
@@ -131,7 +131,7 @@ class ReloadingFiles:
 
     @property
     def pem(self) -> PemFiles:
-        """The current content."""
+        """The newest valid content; reads the files first if they changed."""
         self.look()
         return self._pem
 
@@ -171,7 +171,10 @@ AUTHORIZATION = "authorization"
 
 
 class Connector:
-    """Makes the channels of a process. `token`: the client's token. `engines`: the cluster's engine key."""
+    """Opens the connections of a process to daemons, train ranks and engines, with its certificates and token.
+
+    `token`: the user's token; empty: none. `engines`: the cluster's engine key, from which `engine_key` derives each engine's key.
+    """
 
     def __init__(self, tls: TlsMaterial | None = None, *, token: str = "", engines: bytes | None = None) -> None:
         """Read the TLS files. Raises UsageError if they cannot be used."""
@@ -230,15 +233,16 @@ class Connector:
 
 
 PLAIN = Connector()
+"""Connects without TLS, token and engine key, for loopback."""
 
 
 def key_of_engine(secret: bytes, instance: str) -> str:
-    """Derive an engine's own key. All nodes of the cluster can compute it."""
+    """Derive the key that the engine `instance` requires from the cluster's engine key `secret`, which all nodes have."""
     return hmac.new(secret, b"gcore engine " + instance.encode(), hashlib.sha256).hexdigest()
 
 
 class ServingTls(BaseModel):
-    """TLS files of a worker's node, in its launch document."""
+    """Paths of the node's TLS files, in the launch document (the JSON file with which the daemon starts a worker)."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -248,12 +252,15 @@ class ServingTls(BaseModel):
 
     @property
     def material(self) -> TlsMaterial:
-        """The files as TlsMaterial."""
+        """The same paths as `TlsMaterial`."""
         return TlsMaterial(Path(self.ca), Path(self.cert), Path(self.key))
 
 
 def serving_context(watched: ReloadingFiles, *, ask: bool = False) -> ssl.SSLContext:
-    """Return the context of a server. `ask`: request client certificates, which must then be of the authority. Raises UsageError."""
+    """Return the SSL context of an HTTPS server; new connections use the newest certificate files.
+
+    `ask`: request a client certificate; a client may have none, but one of another authority fails the handshake. Raises UsageError.
+    """
 
     def made() -> ssl.SSLContext:
         context = watched.material.context(watched.pem, serves=True)
@@ -291,7 +298,7 @@ NAMESPACE = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 
 @dataclass(frozen=True, slots=True)
 class CertName:
-    """The identity in a certificate. `role` and `namespaces` are set for users; an admin, or `*`, has all namespaces."""
+    """The node or user that a certificate or token identifies. `role` and `namespaces` are set for users; an admin, or `*`, has all namespaces."""
 
     kind: Kind
     name: str
@@ -307,7 +314,7 @@ class CertName:
 
 
 def check_user(name: str, role: str, namespaces: Iterable[str], where: str) -> CertName:
-    """Return the user if name, role and namespaces are valid. Raises UsageError."""
+    """Return the identity of a user after checking name, role and namespaces. `where`: place to name in errors. Raises UsageError."""
     spaces = frozenset(namespaces)
     if not NAME.fullmatch(name):
         raise UsageError(
@@ -342,7 +349,7 @@ def check_user(name: str, role: str, namespaces: Iterable[str], where: str) -> C
 
 
 def parse_cert_name(uris: Iterable[str]) -> CertName | None:
-    """Return the identity of a certificate with these URIs; None if there is none, or more than one."""
+    """Return the identity in a certificate from the URIs among its names; None if no URI, or more than one, has gcore's scheme, or it is not valid."""
     ours = [uri for uri in uris if uri.startswith(f"{SCHEME}://")]
     return _parse(ours[0]) if len(ours) == 1 else None
 

@@ -17,16 +17,17 @@ from gcore.schema import Record
 
 LONGEST_S = 10 * 366 * 86400.0
 DEFAULT_S = 90 * 86400.0
+"""Longest and default validity of a token, in seconds."""
 
 KEPT_S = 7 * 86400.0
-"""Expired tokens stay in the list for this long, to distinguish them from tokens that never existed."""
+"""Seconds that an expired token's record is kept, so that its user gets another error than for a token that never existed."""
 
 MOST_TOKENS = 10_000
 _FORM = re.compile(r"gcore_([a-z0-9]{12})_([A-Za-z0-9_-]{43})")
 
 
 class TokenRecord(Record):
-    """The record `tokens/{id}`."""
+    """The record of one user token in the store, under the key `tokens/{id}`. Times in seconds since the Unix epoch."""
 
     id: str
     name: str
@@ -41,20 +42,20 @@ class TokenRecord(Record):
 
     @property
     def whose(self) -> CertName:
-        """The user. Raises UsageError if the record is not valid."""
+        """The user whom the token identifies. Raises UsageError if the record is not valid."""
         return check_user(self.name, self.role, self.namespaces, "token")
 
 
 @dataclass(frozen=True, slots=True)
 class UserToken:
-    """A user's token."""
+    """A user's token: its public id and its secret."""
 
     id: str
     secret: str = field(repr=False)
 
     @property
     def text(self) -> str:
-        """The whole token, for files and headers."""
+        """The token as users and HTTP headers write it: `gcore_ID_SECRET`."""
         return f"gcore_{self.id}_{self.secret}"
 
     @property
@@ -63,12 +64,12 @@ class UserToken:
         return hashlib.sha256(self.secret.encode()).hexdigest()
 
     def is_of(self, sha256: str) -> bool:
-        """Return whether the secret has this SHA-256. Takes constant time for mismatches."""
+        """Return whether the secret has this SHA-256 (hexadecimal), in a time that does not depend on where they differ."""
         return hmac.compare_digest(self.sha256, sha256)
 
 
 def new_token() -> UserToken:
-    """Create a random token."""
+    """Return a new token with a random id and a random secret. Stores nothing."""
     letters = "abcdefghijklmnopqrstuvwxyz0123456789"
     return UserToken("".join(secrets.choice(letters) for _ in range(12)), secrets.token_urlsafe(32))
 
