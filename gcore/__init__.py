@@ -20,7 +20,7 @@ __all__ = ["AsyncClient", "Client", "LocalCluster", "__version__", "batch_reward
 
 
 def __getattr__(name: str) -> Any:
-    """Import the clients, the local cluster and the decorator of rewards at first use, because workers and commands start without them."""
+    """Import the public names of gcore (clients, `LocalCluster`, `run`, `batch_reward`) at first use: workers and most commands do not need them."""
     if name in ("LocalCluster", "run"):
         from gcore.client import local
 

@@ -1,9 +1,10 @@
-"""Alias until 0.3: the old names of modules that packages of users import, and of what is in them.
+"""Alias until 0.3: lets packages of users import modules, functions and classes of gcore under their old names.
 
-The import of an old module warns and gives the names of the modules of today; an old name warns with its new one.
+The import of an old module gives a DeprecationWarning that names the new modules. The use of a renamed function or class gives one with its
+new name.
 
 `AliasFinder` is last in `sys.meta_path`, so it costs nothing where a module is found under its own name. Programs that daemons
-start with `python -m` keep files of their old names instead. The finder and its loader have no base classes: `importlib.abc` would
+start with `python -m` have files with their old names instead. The finder and its loader have no base classes: `importlib.abc` would
 load `tempfile`, `random` and 30 modules more into every process of gcore.
 """
 
@@ -77,7 +78,7 @@ MOVED: dict[str, tuple[str, ...]] = {
     "placement.replicas": ("placement.slots",),
     "placement.split": ("placement.slots",),
 }
-"""Old name -> the modules of today that have its public names; the first one that has a name gives it."""
+"""By the old name of a module: the modules that have its public names now. A name comes from the first of them that has it."""
 RENAMED: dict[str, dict[str, str]] = {
     "gcore.agents.api": {
         "Refused": "AgentRequestRefused",
@@ -159,14 +160,14 @@ RENAMED: dict[str, dict[str, str]] = {
         "turns": "count_turns",
     },
 }
-"""Old module -> old name -> the name that it has in one of the modules of today."""
+"""By the old name of a module, and the old name of something in it: the new name, which one of the modules in `MOVED` has."""
 
 
 class AliasFinder:
-    """Finds the old names of `MOVED`."""
+    """Finds modules under their old names (the keys of `MOVED`), for the import system."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """Return the spec of an alias, or None for any other name."""
+        """Return the module spec if `name` is the old name of a module, otherwise None."""
         if name not in MOVED:
             return None
         return ModuleSpec(
@@ -176,10 +177,10 @@ class AliasFinder:
 
 class _AliasLoader:
     def create_module(self, spec: ModuleSpec) -> None:
-        """Leave it to the import system."""
+        """Return None, so that the import system creates the module."""
 
     def exec_module(self, module: ModuleType) -> None:
-        """Warn once, and look names up in the modules of today."""
+        """Warn that the module has moved, and make its names come from the new modules."""
         old, homes = module.__name__, MOVED[module.__name__]
         instead = " or ".join(homes)
         warnings.warn(
@@ -204,6 +205,6 @@ class _AliasLoader:
 
 
 def install() -> None:
-    """Make the old names importable. Does nothing the second time."""
+    """Add `AliasFinder` to the import system, once."""
     if not any(isinstance(finder, AliasFinder) for finder in sys.meta_path):
         sys.meta_path.append(AliasFinder())
