@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class FakeClock:
-    """`gcore.system.clock.Clock` for tests and simulation. Seconds."""
+    """A `gcore.system.clock.Clock` whose time only the test moves. `monotonic`, `wall`: its times at the start, in seconds."""
 
     def __init__(self, *, monotonic: float = 1_000.0, wall: float = 1_700_000_000.0) -> None:
         self._now = monotonic
@@ -26,11 +26,11 @@ class FakeClock:
         self._sleepers: list[tuple[float, int, asyncio.Future[None]]] = []
 
     def monotonic(self) -> float:
-        """The present time."""
+        """The clock's time in seconds; only `advance`, `jump` and `run` change it."""
         return self._now
 
     def wall(self) -> float:
-        """The present time in seconds since the epoch."""
+        """The clock's time in seconds since the Unix epoch."""
         return self._now + self._wall_offset
 
     async def sleep(self, seconds: float) -> None:
@@ -43,14 +43,16 @@ class FakeClock:
         await future
 
     def next_wake(self) -> float | None:
-        """Return when the first sleeper wakes; None if there is none."""
+        """Return the time (`monotonic`) at which the next sleeping task wakes; None if no task sleeps on this clock."""
         while self._sleepers and self._sleepers[0][2].done():  # cancelled
             heapq.heappop(self._sleepers)
         return self._sleepers[0][0] if self._sleepers else None
 
     async def advance(self, seconds: float) -> None:
-        """Advance by `seconds`. Sleepers wake in the order of their times, then in the order in which they began to
-        sleep."""
+        """Advance by `seconds`, and let the tasks that are due wake on the way.
+
+        They wake in the order of their times; at the same time, in the order in which they began to sleep.
+        """
         end = self._now + seconds
         await self.settle()
         while (wake := self.next_wake()) is not None and wake <= end:
@@ -62,8 +64,10 @@ class FakeClock:
         await self.settle()
 
     def jump(self, seconds: float) -> None:
-        """Advance the time without waking sleepers, as seen by a process that was stopped and continues. Sleepers wake
-        at the next `advance`, even one by 0."""
+        """Advance the time by `seconds` at once, as a process sees it that was stopped (SIGSTOP) and continues.
+
+        Tasks that are due wake at the next `advance`, even one by 0.
+        """
         self._now += seconds
 
     async def run(self, awaitable: Awaitable[T], *, limit_s: float = 86_400.0) -> T:
@@ -101,3 +105,4 @@ class FakeClock:
 
 
 _TURNS = 100
+"""Turns of the event loop in `settle`, if the loop does not show its queue of ready tasks."""

@@ -39,7 +39,10 @@ ODD_RESPONSES = ("", " ", "\n", "0", "-", "x" * 20_000, "9" * 20_000, "\u0663", 
 """Responses that a model may generate."""
 
 NO_SUCH_OPTION = "no_such_option"
+"""Name of an option that no plug-in has. Each check tests that it is rejected."""
+
 HANGS_S = 20.0
+"""Seconds of real time after which `check_flow` reports that a flow hangs."""
 
 
 class ContractBroken(AssertionError):
@@ -149,7 +152,7 @@ def check_curriculum(name: str, entries: Entries, *, options: Mapping[str, Optio
 
 
 def alternate_answers(asked: Asked) -> str:
-    """Respond right and wrong in turn, according to the entry's `answer`; greedy: right."""
+    """Return the response to a request: by turns the entry's `answer` and a wrong one; for greedy sampling always the answer."""
     right = str(asked.prompt.fields.get("answer", ""))
     return right if asked.greedy or (asked.index + asked.prompt.ref.seq) % 2 == 0 else f"{right}?"
 
@@ -234,7 +237,7 @@ def _refuses(what: str, act: Callable[[], object], kind: type[GcoreError]) -> No
 
 
 def _says_so(what: str, act: Callable[[], object], kind: type[GcoreError]) -> None:
-    """Check that a failure, if any, is reported as a sentence and not as a traceback."""
+    """Call `act`; if it fails, check that the plug-in raised `kind` itself, and did not fail with another exception."""
     try:
         act()
     except kind as error:

@@ -21,10 +21,11 @@ from gcore.system.clock import Clock
 from gcore.types import FinishReason, Sample, Version, VersionSpan
 
 TOKEN_S = 0.0005
+"""Seconds of the clock to generate one token."""
 
 
 class FakeEngine:
-    """Implements `Engine`. `vocabulary`: all tokens are below it."""
+    """An `Engine` in memory. `version`: the weights that it serves. `vocabulary`: number of token ids; all are below it."""
 
     def __init__(self, clock: Clock, version: Version | None = None, *, vocabulary: int = 100) -> None:
         self._clock = clock
@@ -102,11 +103,14 @@ class FakeEngine:
         return tuple(question[-1] / self._vocabulary for question in questions)
 
     async def abort(self, rid: str, count: int) -> None:
-        """End these samples."""
+        """End the samples 0 to `count` - 1 of the request `rid` with the tokens that they have."""
         self._aborted |= {f"{rid}-{i}" for i in range(count)} & self._running
 
     async def update_weights(self, path: str, version: Version) -> None:
-        """Serve `version`. Raises EngineError for an older one, and while the memory is released."""
+        """Serve `version` from now on; `path` is not read.
+
+        Raises EngineError for a version older than the served one, and while the memory is released.
+        """
         if self._released:
             raise EngineError("the weights are released", where=self.base_url)
         if self._version is not None and version < self._version:
@@ -116,7 +120,7 @@ class FakeEngine:
         self._version, self._asleep, self._paused = version, False, False
 
     async def pause(self, mode: PauseMode = "in_place") -> None:
-        """Stop generating tokens."""
+        """Stop generating tokens. With `mode` abort, also end all running samples."""
         self._paused = True
         if mode == "abort":
             self._aborted |= self._running
@@ -126,41 +130,41 @@ class FakeEngine:
         self._paused = False
 
     async def sleep(self) -> None:
-        """Release memory."""
+        """Abort all samples and count the memory as released."""
         await self.pause("abort")
         self._asleep = self._released = True
 
     async def take_memory(self) -> None:
-        """Restore released memory."""
+        """Count the memory as restored. The engine still serves nothing until `wake`."""
         self._released = False
 
     async def wake(self, version: Version) -> None:
-        """Serve the same weights again."""
+        """Restore the memory and serve `version`, the weights that it had before `sleep`."""
         await self.take_memory()
         self._version, self._asleep, self._paused = version, False, False
 
     async def sleeps(self) -> bool:
-        """Whether it was put to sleep."""
+        """Whether `sleep` was called, and neither `wake` nor `update_weights` since."""
         return self._asleep
 
     async def released(self) -> bool:
-        """Whether memory is released."""
+        """Whether `sleep` released the memory and nothing has restored it."""
         return self._released
 
     async def load(self) -> tuple[int | None, int | None]:
-        """Return the load: all requests run."""
+        """Return the number of running samples, and 0 for queued ones."""
         return len(self._running), 0
 
     async def served(self) -> Version | None:
-        """Return the served version."""
+        """Return the version of the served weights; None while the engine sleeps."""
         return None if self._asleep else self._version
 
     async def scheduler_state(self) -> Mapping[str, Any]:
-        """Return the state as `/server_info` reports it."""
+        """Return the scheduler's state in the form of SGLang's `/server_info`."""
         return {"internal_states": [{"num_running_reqs": len(self._running), "paused": self._paused}]}
 
     async def metrics(self) -> str:
-        """Return no metrics."""
+        """Return an empty text, because this engine has no metrics."""
         return ""
 
     async def close(self) -> None:

@@ -1,7 +1,6 @@
-"""A cluster for tests of flows: `FakeCluster` and its peers, with `Peer`, `Step` and `Batch` in memory, by the rules of
-the real ones.
+"""A cluster in memory for tests of flows: `FakeCluster`, and the `Peer`, `Step` and `Batch` that a flow gets from it.
 
-A peer has only what a flow can see; the cluster keeps the state of groups and prompts.
+They follow the rules of the real ones. A peer offers only what a flow can see; the cluster keeps the state of groups and prompts.
 """
 
 from __future__ import annotations
@@ -25,13 +24,15 @@ from gcore.rollout.postprocess import drop_truncated, is_truncated, make_scored_
 from gcore.types import Group, Outcome, Prompt, PromptRef, Sample, Version, VersionSpan, entry_text, entry_value
 
 MOST_ROUNDS = 30
-"""Maximum passes over the prompts without a group before a test fails because no step will ever be full."""
+"""A test fails when the number of filtered and failed prompts exceeds this multiple of the entries: no step would ever be full."""
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """One response that a flow requested. `index`: number of the response to the prompt. `tries`: how often the prompt
-    was sampled before."""
+    """One response that a flow requested.
+
+    `index`: number of the response among those to the prompt, from 0. `tries`: how often an engine error has ended an earlier try of the prompt.
+    """
 
     prompt: Prompt
     index: int
@@ -41,20 +42,23 @@ class Asked:
 
 @dataclass
 class StepState:
-    """A step, shared by its peers."""
+    """The state of one step, shared by all peers. `closed`: the step has its quota of groups and takes no more.
+
+    `gathered`: by the name of a `step.gather`, the value of each peer; `gave` is set when a peer adds one.
+    """
 
     number: int
     closed: bool = False
     gathered: dict[str, dict[str, Any]] = field(default_factory=dict)
     gave: asyncio.Event = field(default_factory=asyncio.Event)
     through: set[str] = field(default_factory=set)
-    """Peers that called train."""
+    """Names of the peers that called `step.train`."""
     published: set[str] = field(default_factory=set)
-    """Peers that called publish."""
+    """Names of the peers that called `step.publish`."""
 
 
 class FakePeer:
-    """Implements `gcore.flows.Peer`."""
+    """A `gcore.flows.Peer` in memory. It gets every `peers`-th prompt of the stream, from prompt `number` on."""
 
     def __init__(self, cluster: FakeCluster, name: str, number: int, peers: int) -> None:
         self.cluster = cluster
@@ -64,11 +68,11 @@ class FakePeer:
 
     @property
     def version(self) -> Version:
-        """Version of the served weights."""
+        """Version of the weights that would generate now: the last trained step."""
         return Version(0, self.cluster.head)
 
     async def steps(self) -> AsyncIterator[FakeStep]:
-        """Yield the steps."""
+        """Yield the steps from the next untrained one to `flow.steps`."""
         steps = self.cluster.steps_to_make
         number = 0
         while (number := max(self.cluster.head, number)) < steps:
@@ -105,7 +109,7 @@ class FakePeer:
         return next(place for place in mine if cluster.prompt(place).ref not in cluster.taken)
 
     async def rollout(self, prompt: Prompt, samples: int | None = None, *, greedy: bool = False) -> tuple[Sample, ...]:
-        """Return the script's responses."""
+        """Return `samples` responses to the prompt from the cluster's script; None: `flow.samples_per_prompt`. Records each request in `asked`."""
         count = self.cluster.spec.flow.samples_per_prompt if samples is None else samples
         tries, version = self.cluster.tries.get(prompt.ref, 0), self.version
         made = []
@@ -117,7 +121,7 @@ class FakePeer:
         return tuple(made)
 
     async def demonstrate(self, prompt: Prompt) -> Group | Outcome:
-        """Return a group with the entry's answer."""
+        """Return a group whose only sample is the entry's answer; a failed outcome if it has none, or one that is too long."""
         field_ = training_sources(self.cluster.spec)[0].reward.answer
         if entry_value(prompt.fields, field_) is None:
             return Outcome("failed", f"the entry has no answer in field {field_!r} (reward.answer)")
@@ -163,7 +167,7 @@ class FakePeer:
 
 
 class FakeStep:
-    """Implements `gcore.flows.Step`."""
+    """A `gcore.flows.Step` in memory, of one peer. `handed_out`: a prompt that the flow got and has not passed to `batch.start` yet."""
 
     def __init__(self, peer: FakePeer, state: StepState) -> None:
         self._peer, self._cluster = peer, peer.cluster
@@ -178,17 +182,17 @@ class FakeStep:
         return self.state.number
 
     def fail(self, defect: BaseException) -> None:
-        """Record an exception from a production that is not an outcome."""
+        """Record an exception that a production (the coroutine that makes one group) raised and that does not end its prompt."""
         self._defect = self._defect or defect
 
     def raise_defect(self) -> None:
-        """Raise the recorded exception."""
+        """Raise the first exception that `fail` recorded, if any."""
         if self._defect is not None:
             raise self._defect
 
     @asynccontextmanager
     async def collect(self) -> AsyncIterator[FakeBatch]:
-        """Yield the batch; ends when the peers have the quota."""
+        """Yield the batch of this peer. At the end of the block, cancel productions that still run."""
         batch = FakeBatch(self._peer, self)
         try:
             yield batch
@@ -197,7 +201,7 @@ class FakeStep:
             await batch.give_up()
 
     async def train(self) -> None:
-        """Wait until every peer has called it and the step is trained."""
+        """Train the step at the first peer's call; later calls return at once. Raises AssertionError if its batch was not collected."""
         if not self.state.closed:
             raise AssertionError(f"step.train() in step {self.number}, but its batch was not collected")
         self.state.through.add(self._peer.name)
@@ -205,13 +209,13 @@ class FakeStep:
             self._cluster.train()
 
     async def publish(self) -> None:
-        """Publish at once."""
+        """Record that this peer called it; there is no engine to update. Raises AssertionError if the step was not trained."""
         if self._cluster.head < self.number:
             raise AssertionError(f"step.publish() in step {self.number}, but it was not trained")
         self.state.published.add(self._peer.name)
 
     async def gather(self, name: str, value: Any) -> tuple[Any, ...]:
-        """Return the values of all peers. Raises ValueError."""
+        """Wait for the values that all peers give under `name`, and return them in the order of the peers' names. Raises ValueError."""
         check_contribution(name, value)
         if name in self._warned:
             raise ValueError(f"{name!r} was already used in this step; use another name")
@@ -225,20 +229,23 @@ class FakeStep:
         return tuple(value for _, value in sorted(given.items()))
 
     async def sum(self, name: str, value: float) -> float:
-        """Return the sum of the values of all peers. Raises ValueError."""
+        """Wait for the values that all peers give under `name`, and return their exact sum. Raises ValueError."""
         exact_sum([value])
         return exact_sum(await self.gather(name, value))
 
 
 class FakeBatch:
-    """Implements `gcore.flows.Batch`."""
+    """A `gcore.flows.Batch` in memory: runs the productions of one peer in one step."""
 
     def __init__(self, peer: FakePeer, step: FakeStep) -> None:
         self._peer, self._cluster, self._step = peer, peer.cluster, step
         self._tasks: set[asyncio.Task[None]] = set()
 
     def start(self, produce: Coroutine[Any, Any, Group | Outcome]) -> None:
-        """Run a production concurrently."""
+        """Run `produce`, which makes the group of the last prompt from `peer.prompts`, concurrently.
+
+        Raises RuntimeError if that prompt has a production already.
+        """
         prompt, self._step.handed_out = self._step.handed_out, None
         if prompt is None:
             produce.close()
@@ -294,7 +301,7 @@ LONGEST = 64
 """Maximum tokens of a response; `rollout.max_new_tokens` of a generated spec."""
 
 AnswerScript = Callable[[Asked], str]
-"""Returns the response; raises EngineError to simulate a failed engine."""
+"""Returns the text of a requested response; raises EngineError to simulate a failed engine."""
 
 
 class FakeCluster:
@@ -330,15 +337,15 @@ class FakeCluster:
         self.scorer: FunctionScorer = DirectScorer()
         self.filters = find_filters(self.spec.flow.filters)
         self.asked: list[Asked] = []
-        """Every requested response, in order."""
+        """All responses that flows requested, in order."""
         self.trained: list[tuple[Group, ...]] = []
         """The groups of each step."""
         self.outcomes: dict[PromptRef, Outcome] = {}
         """Prompts that were not trained, with the reason."""
         self.evaluated: list[int] = []
-        """Steps at which the flow requested an evaluation; of the first peer."""
+        """Steps after which the flow requested an evaluation, as the first peer saw it."""
         self.unfiltered: set[PromptRef] = set()
-        """Groups given to a batch without having passed `peer.filter`."""
+        """Prompts whose group the flow gave to a batch without `peer.filter`."""
         self.held: dict[PromptRef, Group] = {}
         self.tries: dict[PromptRef, int] = {}
         self.in_flight: set[PromptRef] = set()
@@ -369,24 +376,24 @@ class FakeCluster:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def step(self, number: int) -> StepState:
-        """Return the step with this number."""
+        """Return the state of the step with this number, created at the first call."""
         return self.steps.setdefault(number, StepState(number))
 
     def prompt(self, place: int) -> Prompt:
-        """Return the prompt at this place of the endless stream."""
+        """Return prompt number `place` (from 0) of the stream, which repeats the entries in every epoch."""
         epoch, seq = divmod(place, len(self.entries))
         fields = dict(self.entries[seq])
         text = str(fields.get("prompt", ""))
         return Prompt(PromptRef(epoch, 0, seq), text, tokens_of(text), fields, training_sources(self.spec)[0].name)
 
     def close_if_full(self) -> None:
-        """Close the open step if the quota is complete."""
+        """Close the current step if the peers hold enough groups (`flow.groups_per_step`)."""
         step = self.step(self.head + 1)
         if not step.closed and len(self.held) >= self.spec.flow.groups_per_step:
             step.closed = True
 
     def train(self) -> None:
-        """Train the quota, oldest first."""
+        """Count the step as trained, on the groups of the oldest prompts; discard the other groups and have their prompts sampled again."""
         refs = sorted(self.held)[: self.spec.flow.groups_per_step]
         self.trained.append(tuple(self.held.pop(ref) for ref in refs))
         # Strictly on-policy: remaining groups were generated with older weights, and are sampled again.
@@ -395,7 +402,7 @@ class FakeCluster:
 
 
 def make_spec(**settings: Mapping[str, Any]) -> JobSpec:
-    """Make a small spec with `settings`; by default two steps of two groups. Raises SpecError."""
+    """Return a small spec; by default two steps of four groups. `settings`: fields to set, by section. Raises SpecError."""
     made: dict[str, Any] = {
         "name": "fake",
         "model": {"path": "no-model"},
@@ -410,12 +417,12 @@ def make_spec(**settings: Mapping[str, Any]) -> JobSpec:
 
 
 def tokens_of(text: str) -> tuple[int, ...]:
-    """Return a token for each character; 0 is the end."""
+    """Return the code point of each character as its token; (1,) for an empty text, because a prompt has at least one token."""
     return tuple(ord(character) for character in text) or (1,)
 
 
 def sample_of(text: str, version: Version, longest: int) -> Sample:
-    """Return a response with this text, truncated at `longest` tokens."""
+    """Return a response with this text and the end token 0, truncated at `longest` tokens."""
     tokens = (*(ord(character) for character in text), 0)
     cut = len(tokens) > longest
     tokens, text = (tokens[:longest], text[:longest]) if cut else (tokens, text)
@@ -424,7 +431,7 @@ def sample_of(text: str, version: Version, longest: int) -> Sample:
 
 
 def group_of(rewards: Sequence[float], prompt: str = "a prompt") -> Group:
-    """Return a scored group with these rewards."""
+    """Return a group of the prompt text `prompt` with one sample for each of `rewards`."""
     made = (sample_of(f"response {number}", Version(0, 0), 64) for number in range(len(rewards)))
     samples = tuple(replace(sample, reward=reward) for sample, reward in zip(made, rewards, strict=True))
     return Group(PromptRef(0, 0, 0), tokens_of(prompt), samples, "data")

@@ -15,6 +15,8 @@ from gcore.train.rank.launch import RankLaunch
 CHARACTERS = "0123456789+-*/=abcdefghijklmnopqrstuvwxyz .,:?"
 SPECIAL = ("<pad>", "<eos>", "<unk>")
 VOCABULARY = len(SPECIAL) + len(CHARACTERS)
+"""Number of token ids: special tokens first, then one per character."""
+
 EOS = 1
 
 
@@ -29,9 +31,10 @@ def make_tiny_model(
     kv_heads: int = 2,
     ends: bool = True,
 ) -> Path:
-    """Create a qwen3 with tied embeddings. Its next-token distributions are far from uniform, and depend on the seed.
+    """Write a random qwen3 model with tied embeddings and its tokenizer into `folder`, and return the folder.
 
-    With `ends` a sample ends at `EOS`; without it, no token is an end token.
+    Its next-token distributions are far from uniform and depend on `seed`. `hidden`: hidden size. `context`: most positions. `ends`: whether `EOS`
+    ends a sample; otherwise no token does.
     """
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -83,9 +86,9 @@ def rank_launch(
     world_size: int = 1,
     start: Mapping[str, Any] | None = None,
 ) -> RankLaunch:
-    """Return the launch of rank `rank` of a world of `world_size`, for tests and benchmarks without a cluster.
+    """Return the launch document of the train rank `rank` of `world_size` ranks, for tests and benchmarks without a cluster. Starts nothing.
 
-    `spec`: a job spec as a tree. `start`: the step after which it starts, 0 if None. Starts nothing.
+    `spec`: a job spec as a tree. `start`: the launch document's field `start`; None: training begins with the initial model (step 0).
     """
     return RankLaunch.model_validate(
         {

@@ -39,7 +39,7 @@ class _Lease:
 
 
 class MemoryCluster:
-    """The server; `gcore.testing.MemoryStore` connects to it. `clock` ends leases."""
+    """An etcd server in memory, to which `MemoryStore` clients connect. `clock`: by its time leases expire. `min_ttl_s`: shortest lease TTL."""
 
     def __init__(self, clock: Clock, *, min_ttl_s: int = MIN_TTL_S) -> None:
         self.clock = clock
@@ -54,12 +54,15 @@ class MemoryCluster:
         self._changed = asyncio.Event()
         self._late: list[Callable[[], object]] = []
         self.listeners: list[Callable[[tuple[WatchEvent, ...]], None]] = []
-        """Called after each revision with its events, before anything else happens."""
+        """Functions that are called with the events of each new revision, before any other task runs."""
 
     # Actions of a test on the server.
 
     def compact(self, revision: int | None = None) -> None:
-        """Drop the history up to `revision` (None: all of it). Watchers that have not read up to it start again."""
+        """Drop the history up to `revision` (None: all of it). Watches that have not read that far restart with a listing.
+
+        Raises ValueError if that history is dropped already or does not exist yet.
+        """
         upto = self.revision if revision is None else revision
         if not self.compacted < upto <= self.revision:
             raise ValueError(f"revision {upto} is not between {self.compacted + 1} and {self.revision}")
@@ -68,7 +71,7 @@ class MemoryCluster:
         self._wake()
 
     def end_lease(self, lease: int) -> None:
-        """End a lease as if its time were over. No effect if it does not exist."""
+        """Expire a lease now and delete its keys. No effect if it does not exist."""
         ended = self._leases.pop(lease, None)
         if ended is not None:
             self._commit([Delete(key) for key in sorted(ended.keys)])
@@ -86,11 +89,11 @@ class MemoryCluster:
         self._wake()
 
     def end_leases(self) -> None:
-        """End expired leases, as the server does from time to time."""
+        """End the leases whose time is over and delete their keys, as etcd does from time to time."""
         self._end_leases()
 
     def extend_leases(self) -> None:
-        """Renew every lease, as a new leader does."""
+        """Give every lease its full TTL again, as a new etcd leader does."""
         self._end_leases()
         for lease in self._leases.values():
             lease.ends = self.clock.monotonic() + lease.ttl
@@ -112,19 +115,19 @@ class MemoryCluster:
     # Requests of clients. Nothing here waits.
 
     def get(self, key: str) -> KeyValue | None:
-        """Return the present key."""
+        """Return the key's current value with its revisions; None if it does not exist."""
         self._end_leases()
         return self._keys.get(key)
 
     def listing(self, prefix: str) -> KeyListing:
-        """Return the present keys with `prefix`."""
+        """Return the keys that begin with `prefix`, in order, with their values."""
         self._end_leases()
         return KeyListing(
             tuple(self._keys[key] for key in sorted(self._keys) if key.startswith(prefix)), revision=self.revision
         )
 
     def newest(self, prefix: str, limit: int, before: int | None = None) -> KeyListing:
-        """Return the keys with `prefix` that were created last, before a revision."""
+        """Return at most `limit` keys that begin with `prefix`, the most recently created first; only those created before revision `before`."""
         listing = self.listing(prefix)
         older = [kv for kv in listing.kvs if before is None or kv.create_revision < before]
         older.sort(key=lambda kv: -kv.create_revision)
@@ -136,7 +139,10 @@ class MemoryCluster:
         return KeyListing(tuple(found[:limit]), self.revision)
 
     def transact(self, compares: Sequence[Compare], writes: Sequence[Put | Delete]) -> TxnResult:
-        """Apply all writes or none."""
+        """Apply all writes as one revision if every compare holds (the key has this mod_revision; 0: does not exist); otherwise none.
+
+        Raises LeaseLost if a write names an ended lease.
+        """
         self._end_leases()
         for compare in compares:
             kv = self._keys.get(compare.key)
@@ -149,7 +155,7 @@ class MemoryCluster:
         return TxnResult(won=True, revision=self.revision)
 
     def grant(self, ttl: int) -> int:
-        """Create a lease."""
+        """Create a lease of `ttl` seconds and return its id."""
         self._end_leases()
         lease, self._next_lease = self._next_lease, self._next_lease + 1
         ttl = max(ttl, self._min_ttl_s)
@@ -158,7 +164,7 @@ class MemoryCluster:
         return lease
 
     def keep_alive(self, lease: int) -> float:
-        """Renew a lease. Return its remaining seconds."""
+        """Renew a lease and return its remaining seconds. Raises LeaseLost if it has ended."""
         self._end_leases()
         held = self._leases.get(lease)
         if held is None:
@@ -167,7 +173,7 @@ class MemoryCluster:
         return float(held.ttl)
 
     def revoke(self, lease: int) -> None:
-        """End a lease."""
+        """End a lease and delete its keys. No effect if it does not exist."""
         self._end_leases()
         self.end_lease(lease)
 
@@ -262,20 +268,20 @@ CallKind = Literal["get", "list", "transact", "grant", "keep_alive", "revoke", "
 
 
 class Fate(StrEnum):
-    """The fate of a call."""
+    """What the network does with a call."""
 
     DELIVER = "deliver"
     LOSE_REQUEST = "lose_request"
-    """The server never receives it; the caller gets StoreUnavailable."""
+    """The server never receives the request; the caller gets StoreUnavailable."""
     LOSE_REPLY = "lose_reply"
-    """It is executed, and the caller gets StoreUnavailable."""
+    """The server executes the request, but the reply is lost; the caller gets StoreUnavailable."""
     DELIVER_LATE = "deliver_late"
-    """The caller gets StoreUnavailable; it is executed when `MemoryCluster.deliver_late` is called."""
+    """The caller gets StoreUnavailable; the server executes the request when `MemoryCluster.deliver_late` is called."""
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A call as the network sees it. For a watch: one batch about to be delivered."""
+    """A call from a client to the server, as the network sees it. For a watch: one batch of events for its client."""
 
     client: str
     kind: CallKind
@@ -289,11 +295,11 @@ class Network(Protocol):
     """The network between clients and the server. Both methods may sleep."""
 
     async def request(self, call: Call) -> Fate:
-        """Transmit the request. For a watch, any fate except DELIVER breaks the stream, which is then opened again."""
+        """Transmit the request, and return what happens to it. For a watch, any fate except DELIVER breaks the stream, which is then opened again."""
         ...
 
     async def reply(self, call: Call) -> None:
-        """Transmit the reply."""
+        """Transmit the reply; return when the client has it."""
         ...
 
 
@@ -405,7 +411,7 @@ class MemoryStore:
         return WatchBatch(tuple(WatchEvent("put", kv) for kv in listing.kvs), listing.revision, reset=True)
 
     async def _deliverable(self, call: Call) -> None:
-        """Wait until the network delivers a batch."""
+        """Wait until the network delivers the next batch of a watch."""
         while self._cut_off or self.deaf or await self.network.request(call) is not Fate.DELIVER:
             await self.cluster.clock.sleep(_RETRY_S)
 

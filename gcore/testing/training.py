@@ -93,7 +93,7 @@ def check_loss(name: str, *, options: Mapping[str, Option] | None = None) -> Non
 
 
 def _train(**settings: Any) -> TrainSpec:
-    """Return the section; report an unknown name in a sentence, with the most similar known name."""
+    """Return a `train` section with these fields. Raises ContractBroken with the problems, such as an unknown name, if it is not valid."""
     try:
         return TrainSpec(**settings)
     except ValidationError as error:
@@ -112,9 +112,9 @@ def _same(one: Tensor, other: Tensor, sentence: str) -> None:
 
 
 class FakeTrainBackend:
-    """Implements `TrainBackend` on one rank with torch's Adam, in float32.
+    """A `TrainBackend` for one process: trains a module with torch's AdamW, in float32, without sharding.
 
-    `outputs_of`: the module's outputs at the scored places. This object owns the module from now on.
+    `outputs_of`: computes the module's outputs at the scored positions of a micro-batch. The backend owns the module from now on.
     """
 
     def __init__(
@@ -139,20 +139,20 @@ class FakeTrainBackend:
         self.count_updates(0)
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
-        """Add to the gradients."""
+        """Compute the gradients of `loss` and add them to those of the step. `last` has no effect here."""
         loss.backward()
 
     def flush(self) -> None:
         """Nothing to do: gradients are not buffered."""
 
     def scale_gradients(self, factor: float) -> None:
-        """Scale the gradients."""
+        """Multiply all gradients by `factor`."""
         for parameter in self._names.values():
             if parameter.grad is not None:
                 parameter.grad.mul_(factor)
 
     def update(self, learning_rate: float) -> UpdateResult:
-        """Clip and apply the gradients."""
+        """Clip the gradients to their maximum norm and make one optimizer update; skip the update if the norm is not finite."""
         self._adam.param_groups[0]["lr"] = learning_rate
         norm = float(nn.utils.clip_grad_norm_(self._names.values(), self._max_grad_norm))
         applied = norm < float("inf")
@@ -162,50 +162,50 @@ class FakeTrainBackend:
         return UpdateResult(applied, norm if applied else float("inf"))
 
     def tensors(self, kind: TensorKind) -> Iterator[NamedTensor]:
-        """The module's tensors or Adam's."""
+        """Yield each parameter's tensor of this kind: its value (served, master), or a state of Adam."""
         for name, parameter in self._names.items():
             yield NamedTensor(name, self._tensor(parameter, kind))
 
     def buffers(self) -> Iterator[NamedTensor]:
-        """The module's persistent buffers."""
+        """Yield the module's buffers that its state dict contains."""
         saved = self.module.state_dict().keys()
         for name, buffer in self.module.named_buffers():
             if name in saved:
                 yield NamedTensor(name, buffer)
 
     def extents(self) -> Iterator[Extent]:
-        """All of each parameter."""
+        """Yield one extent per parameter, which covers it completely, because nothing is sharded."""
         for name, parameter in self._names.items():
             yield Extent(name=name, start=0, numel=parameter.numel())
 
     def pieces(self, kind: str, extents: Iterable[Extent]) -> Iterator[Tensor]:
-        """Every tensor, flat."""
+        """Yield the flattened tensor of this kind of each extent's parameter."""
         for extent in extents:
             yield self._tensor(self._names[extent.name], kind).flatten()
 
     def restore(self, kind: AdamKind, values: Iterable[NamedTensor]) -> None:
-        """Copy the tensors into the state."""
+        """Copy the tensors into Adam's state of this kind, by parameter name."""
         for one in values:
             self._adam.state[self._names[one.name]][kind].copy_(one.tensor)
 
     def restore_optimizer(self, states: Mapping[AdamKind, Path], adam_steps: int) -> None:
-        """Copy the tensors of the files into the state."""
+        """Copy the tensors in the safetensors files into Adam's state, and set its step count."""
         for kind, path in states.items():
             self.restore(kind, (NamedTensor(name, tensor) for name, tensor in load_file(path).items()))
         self.count_updates(adam_steps)
 
     def count_updates(self, adam_steps: int) -> None:
-        """Set Adam's count."""
+        """Set Adam's step count, which its bias correction uses."""
         for state in self._adam.state.values():
             state["step"].fill_(adam_steps)
 
     def forward_tensors(self) -> Iterator[Tensor]:
-        """The module's tensors."""
+        """Yield the module's parameters and buffers."""
         yield from (parameter.data for parameter in self.module.parameters())
         yield from self.module.buffers()
 
     def optimizer_tensors(self) -> Iterator[Tensor]:
-        """Adam's tensors and the gradients."""
+        """Yield Adam's state tensors and the gradients."""
         for parameter, state in self._adam.state.items():
             yield from (value for value in state.values() if isinstance(value, Tensor))
             if parameter.grad is not None:
@@ -219,37 +219,36 @@ class FakeTrainBackend:
 
 
 class FakeObjective:
-    """Implements `Objective` of a policy: raises each trained token's log-probability in proportion to its
-    advantage."""
+    """A policy `Objective` without ratio and clipping: minus advantage times log-probability of each token."""
 
     needs: frozenset[Need] = frozenset()
 
     def trained(self, batch: MicroBatch, old: Tensor | None) -> Tensor:
-        """All tokens of the mask."""
+        """Return which tokens are trained: all in the batch's mask."""
         return batch.mask
 
     def loss(self, scores: Scores, targets: Targets) -> Tensor:
-        """The negative log-probability times the advantage, summed."""
+        """Return the sum of minus log-probability times advantage over the masked tokens."""
         return torch.where(targets.mask, -scores.logp * targets.advantages, 0.0).sum()
 
     def denominator(self, count: Count) -> float:
-        """The number of trained tokens."""
+        """Return the number of trained tokens, by which the loss is divided."""
         return float(count.tokens)
 
     def metrics(self, scores: Scores, targets: Targets) -> Mapping[str, Tensor]:
-        """Their number."""
+        """Return the number of trained tokens as `trained_tokens`."""
         return {"trained_tokens": targets.mask.sum()}
 
 
 class FakePublisher:
-    """Implements `Publisher` in memory: `read` returns what was staged."""
+    """A `Publisher` that keeps staged weights in memory. `tensors`: yields the current weights. `read` returns staged ones."""
 
     def __init__(self, tensors: Callable[[], Iterator[NamedTensor]]) -> None:
         self._tensors = tensors
         self._staged: dict[Version, dict[str, Tensor]] = {}
 
     def stage(self, version: Version, tell: Callable[[], None]) -> FolderUpdate:
-        """Copy the weights."""
+        """Keep a copy of the current weights as `version`, and return the update that names it. Calls `tell` after each tensor."""
         staged: dict[str, Tensor] = {}
         for one in self._tensors():
             staged[one.name] = one.tensor.detach().clone()
@@ -261,11 +260,11 @@ class FakePublisher:
         """Nothing to do: `read` returns the staged weights."""
 
     def release(self, update: WeightUpdate) -> None:
-        """Drop the copies."""
+        """Drop the copy of this update's weights."""
         self._staged.pop(update.version, None)
 
     def read(self, update: WeightUpdate) -> Mapping[str, Tensor]:
-        """The staged tensors by name. Raises EngineError if there are none."""
+        """Return the staged tensors of this update by name. Raises EngineError if they are not staged."""
         if update.version not in self._staged:
             raise EngineError(f"the weights of version {update.version} are not staged", where="memory")
         return self._staged[update.version]
