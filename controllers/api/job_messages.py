@@ -284,7 +284,7 @@ def describe_job(mirror: JobMirror) -> pb.Job:
     """
     if mirror.job is None or mirror.status is None:
         absent = mirror.keys.job if mirror.job is None else mirror.keys.state
-        raise UnreadableRecord("the record is missing", where=absent, fix=DAMAGED)
+        raise UnreadableRecord("the store has lost a record of the job", where=absent, fix=DAMAGED)
     job, status = mirror.job.record, mirror.status.record
     try:
         spec = stored_spec(job.spec)

@@ -329,7 +329,7 @@ async def score_answers(
     samples = [one for one in answered if isinstance(one, Sample)]
     for sample in samples:
         if sample.oldest != version or sample.finish_reason == "abort":
-            made_by = f"an evaluation response was made by version {sample.oldest}, not {version}"
+            made_by = f"an evaluation response was generated with weights {sample.oldest}, not {version}"
             raise EngineError(made_by, fix="The response is requested again")
     scores = []
     labels = {part.shown_as for part in pipeline.source.reward.parts}

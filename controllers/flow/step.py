@@ -120,11 +120,12 @@ class JobStep:
             return
         made_by = ", ".join(map(str, group.versions))
         if view.rules.staleness and all(is_ancestor(head, version) for version in group.versions):
-            why = f"stale: prompt {group.ref} was made by {made_by}, which exceeds the staleness limit of step {head.step + 1}"
+            why = f"stale: prompt {group.ref} was generated with weights {made_by}, too old for step {head.step + 1} (rollout.staleness)"
             raise EngineError(why, fix="The prompt is sampled again")
         if not view.rules.staleness and self.is_current():
             raise EngineError(
-                f"prompt {group.ref} was made by {made_by}, not {self.version}", fix="The prompt is sampled again"
+                f"prompt {group.ref} was generated with weights {made_by}, not {self.version}",
+                fix="The prompt is sampled again",
             )
 
     def record_outcome(self, ref: PromptRef, outcome: Outcome, source: str, trace: str = "") -> None:

@@ -196,7 +196,9 @@ class EnginePool(Requests):
         connection = self._connections.get(instance)
         if connection is None:
             # The engine may have ended, or belong to another controller now, since the decision.
-            raise EngineUnreachable(f"{instance} is not connected", fix="Retry after the next look at the workers")
+            raise EngineUnreachable(
+                f"engine {instance} is not connected", fix="The controller retries at another engine"
+            )
         return connection
 
     async def close(self) -> None:
@@ -219,7 +221,7 @@ class EnginePool(Requests):
             ):
                 # A lost controller put it to sleep, or another controller did after this one woke it: wake it first.
                 connection.view, connection.woken = replace(connection.view, asleep=True), False
-                raise EngineError(f"{instance} sleeps", fix="The controller wakes it first")
+                raise EngineError(f"engine {instance} has released its memory", fix="The controller wakes it first")
             if connection.view.version is None and served == version:
                 # The controller that updated it may have died before it resumed the engine; resuming twice does no
                 # harm.

@@ -80,7 +80,7 @@ async def roll_back(action: Rollback, view: JobView, effects: Effects) -> Action
         report = await effects.ledger.run(_transaction(action, view, advance, plan))
         sentence = f"rollback from step {head.step} to {target.step}, lineage {advance.head.lineage}: {reason}"
         return ActionResult(report.outcome, sentence, report.revision)
-    raise GcoreError("the chain has no usable checkpoint left, not even the initial model", where=str(effects.run_dir))
+    raise GcoreError("the job has no usable checkpoint left, not even the initial model", where=str(effects.run_dir))
 
 
 def _plan_of(action: Rollback, view: JobView, world: str) -> Plan:
@@ -156,7 +156,7 @@ def find_damage(run_dir: Path, checkpoint: Checkpoint) -> str:
     try:
         verify_checkpoint(folder)
         if manifest_digest(folder) != checkpoint.digest:
-            return "it differs from the registered checkpoint"
+            return "its content differs from the registered checkpoint"
     except CheckpointDamaged as error:
         return str(error)
     return ""

@@ -267,7 +267,7 @@ class JobRunner:
             if self._goes_on:  # another runner continues the extended job
                 return
             if so_far.job is not None and now.job is not None and so_far.job.record != now.job.record:
-                raise NodeNotReady("the job ended and was extended before this node saw its end")
+                raise NodeNotReady("the job ended and was continued before this node saw that it had ended")
             if lost := now.lost_keys():  # before any part uses the records
                 raise RecordsLost(lost_sentence(lost))
             self._records.mirror = now

@@ -79,7 +79,7 @@ def verify_files(folder: Path, digest: str) -> None:
 def verify_digest(folder: Path, digest: str) -> None:
     """Raises CheckpointDamaged if the manifest is missing or does not have `digest`."""
     if manifest_digest(folder) != digest:
-        raise CheckpointDamaged("it is not the one that was registered", where=str(folder))
+        raise CheckpointDamaged("the folder's content differs from the registered checkpoint", where=str(folder))
 
 
 def peer_addresses(view: JobView) -> dict[str, str]:

@@ -102,7 +102,9 @@ def issue_certificate(
     signer = _read(authority.cert)
     signing = _key(authority.key)
     if signing.public_key() != signer.public_key():
-        raise UsageError("the authority's key does not match its certificate", fix="Name the folder of one authority")
+        raise UsageError(
+            "the authority's key does not match its certificate", fix="Use ca.pem and ca-key.pem of the same authority"
+        )
     ends = now + timedelta(days=days)
     if ends > signer.not_valid_after_utc:
         raise UsageError(
@@ -212,7 +214,10 @@ def _key(pem: bytes) -> ec.EllipticCurvePrivateKey:
     except (ValueError, TypeError) as error:
         raise UsageError("cannot read the authority's key", fix="Use the ca-key.pem of `gcore certs init`") from error
     if not isinstance(key, ec.EllipticCurvePrivateKey):
-        raise UsageError("the authority's key is of another type than gcore supports", fix="Issue with your own tools")
+        raise UsageError(
+            f"the authority's key is a {type(key).__name__}, and gcore signs with elliptic-curve keys only",
+            fix="Issue the certificate with the tools of that authority",
+        )
     return key
 
 

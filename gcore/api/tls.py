@@ -66,7 +66,7 @@ class TlsMaterial:
         return tuple(file for file in (self.ca, self.cert, self.key) if file is not None)
 
     def stamp(self) -> Stamp:
-        """Return a value that changes when the files change. Raises UsageError."""
+        """Return modification time, size and inode of each file, to detect changes. Raises UsageError if a file is missing."""
         try:
             found = [file.stat() for file in self.files]
         except OSError as error:

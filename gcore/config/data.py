@@ -161,7 +161,10 @@ class DataSpec(SourcesSection):
         if self.path is None and not self.sources:
             raise ValueError("there are no prompts; set data.path or data.sources")
         if self.min_prompt_tokens and self.max_prompt_tokens and self.min_prompt_tokens > self.max_prompt_tokens:
-            raise ValueError(f"min_prompt_tokens {self.min_prompt_tokens} is above max_prompt_tokens")
+            raise ValueError(
+                f"min_prompt_tokens ({self.min_prompt_tokens}) is above max_prompt_tokens ({self.max_prompt_tokens}), which "
+                "filters every prompt; lower it"
+            )
         if self.curriculum_options and self.curriculum is None:
             raise ValueError("curriculum_options need a curriculum; name it in data.curriculum")
         return self

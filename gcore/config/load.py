@@ -118,9 +118,9 @@ def _section(model: type[BaseModel], key: str) -> type[BaseModel] | None:
 
 
 def blame_flow(tree: Tree, problems: list[str], own: list[str]) -> list[str]:
-    """Return `problems`, attributing those that the user's own tree does not have to the flow.
+    """Return `problems` of a spec with its flow's settings; those that the settings cause (not in `own`) name the flow.
 
-    `own`: problems of the tree as the user wrote it.
+    `own`: problems of the spec as the user wrote it.
     """
     section = tree.get("flow")
     name = section.get("name", "") if isinstance(section, Mapping) else ""

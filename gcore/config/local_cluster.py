@@ -61,7 +61,7 @@ class ControllerProcess(_Process):
 
 
 class LocalClusterState(BaseModel):
-    """The content of `cluster.json`."""
+    """The content of `cluster.json`: the etcd process and the daemons of a local cluster. `home`: folder of the cluster."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

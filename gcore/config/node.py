@@ -347,7 +347,7 @@ class NodeConfig(Section):
 
     @property
     def collector(self) -> str | None:
-        """The address of the trace collector; None if there is none."""
+        """Address of the OpenTelemetry collector: `otlp_endpoint`, else OTEL_EXPORTER_OTLP_ENDPOINT; None if neither is set."""
         return self.otlp_endpoint or os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT") or None
 
     def advertised(self, port: int) -> str:
@@ -443,7 +443,9 @@ def _tree(path: Path) -> Any:
     try:
         if path.stat().st_size > MAX_BYTES:
             raise UsageError(
-                f"the file has more than {MAX_BYTES} bytes", where=str(path), fix="Name a daemon configuration"
+                f"the file has more than {MAX_BYTES} bytes, which no daemon configuration needs",
+                where=str(path),
+                fix="Name the YAML file of this daemon",
             )
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

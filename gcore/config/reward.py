@@ -131,7 +131,7 @@ class RewardSpec(Section):
         if self.name != DEFAULT_REWARD or self.options:
             raise ValueError("set either name (with options) or parts (with options of their own), not both")
         if len(self.parts) > MAX_PARTS:
-            raise ValueError(f"there are {len(self.parts)} parts, but at most {MAX_PARTS} are allowed")
+            raise ValueError(f"there are {len(self.parts)} parts, but at most {MAX_PARTS} are allowed; remove some")
         label, times = Counter(part.shown_as for part in self.parts).most_common(1)[0]
         if times > 1:
             raise ValueError(f"two parts have the label {label!r}; set labels that differ")
@@ -181,7 +181,7 @@ class RewardSpec(Section):
 
 
 def _is_named(name: str | None, answer: str) -> bool:
-    """Return whether the spec names an answer field for a reward that is not built in."""
+    """Return whether the spec sets another answer field than the default, and the reward `name` may read it."""
     return answer != DEFAULT_ANSWER and name not in ("regex", "length", "environment", "agent")
 
 
@@ -348,13 +348,15 @@ class VerdictSpec(Section):
     @model_validator(mode="after")
     def _fits_together(self) -> VerdictSpec:
         if self.least >= self.most:
-            raise ValueError(f"least ({self.least:g}) is not below most ({self.most:g})")
+            raise ValueError(f"least ({self.least:g}) is not below most ({self.most:g}); lower least, or raise most")
         if self.scale and math.isinf(self.most - self.least):
-            raise ValueError(f"the range from least ({self.least:g}) to most ({self.most:g}) is too large to scale")
+            raise ValueError(
+                f"the range from least ({self.least:g}) to most ({self.most:g}) is too large to scale; narrow it, or leave scale out"
+            )
         if self.parser == "words" and not self.words:
             raise ValueError("parser: words needs words, such as words: {Y: 1, N: 0}")
         if self.parser == "number" and self.words:
-            raise ValueError("words need parser: words or parser: json")
+            raise ValueError("words need parser: words or parser: json, not number; set one, or leave words out")
         if "" in self.words:
             raise ValueError("a word of a verdict cannot be empty; remove it")
         for word, worth in self.words.items():
@@ -452,7 +454,7 @@ class JudgeSpec(Section):
                 "serving needs a judge with a model, and an external judge has its own engines; leave serving out"
             )
         if self.system is not None and not (self.chat or self.external is not None):
-            raise ValueError("system needs chat: true")
+            raise ValueError("system needs a chat template or an external judge; set chat: true, or leave system out")
         if self.template_variables and not (self.chat and self.model is not None):
             raise ValueError("template_variables need a chat template: set model and chat: true, or leave them out")
         if 0 < self.temperature < 1e-6:
@@ -462,7 +464,7 @@ class JudgeSpec(Section):
                 f"votes is {self.votes} with temperature 0, which gives the same output each time; set a temperature, or votes: 1"
             )
         if self.opponents is not None and self.mode != "pairwise":
-            raise ValueError("opponents need mode: pairwise")
+            raise ValueError(f"opponents need mode: pairwise, not {self.mode}; set it, or leave opponents out")
         told = self.verdict
         if self.mode == "pairwise" and not told.scale and (told.least < 0 or told.most > 1):
             raise ValueError(

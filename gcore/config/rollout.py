@@ -109,15 +109,19 @@ class RolloutSpec(Section):
     @model_validator(mode="after")
     def _lengths_fit(self) -> RolloutSpec:
         if self.min_new_tokens > self.max_new_tokens:
-            raise ValueError(f"min_new_tokens ({self.min_new_tokens}) is above max_new_tokens ({self.max_new_tokens})")
+            raise ValueError(
+                f"min_new_tokens ({self.min_new_tokens}) is above max_new_tokens ({self.max_new_tokens}); lower it"
+            )
         if self.overlong_tokens is not None and self.overlong_tokens > self.max_new_tokens:
             raise ValueError(
-                f"overlong_tokens ({self.overlong_tokens}) is above max_new_tokens ({self.max_new_tokens})"
+                f"overlong_tokens ({self.overlong_tokens}) is above max_new_tokens ({self.max_new_tokens}); lower it"
             )
         if self.over_provision is not None and self.over_provision > self.staleness + 1:
             raise ValueError(_too_many(self.over_provision, self.staleness))
         if self.watchdog_s < self.silent_s:
-            raise ValueError(f"watchdog_s ({self.watchdog_s:g}) is below silent_s ({self.silent_s:g})")
+            raise ValueError(
+                f"watchdog_s ({self.watchdog_s:g}) is below silent_s ({self.silent_s:g}); raise watchdog_s"
+            )
         if self.engine == "sglang" and self.deterministic:
             raise ValueError("deterministic needs engine: torch; for SGLang, pass its own flags in engine_args")
         if self.engine == "torch" and self.engine_args:

@@ -342,5 +342,5 @@ _RULES_OF_NEW_JOBS: tuple[Callable[[JobSpec], Iterator[str]], ...] = (lambda s: 
 
 
 def outdated_settings(spec: JobSpec) -> str:
-    """Return why a new job with this spec would be rejected although a stored job continues; empty if it would not be rejected."""
+    """Return why gcore would reject a new job with the spec of this stored job, which it lets continue; empty if it would not."""
     return next((why for rule in _RULES_OF_NEW_JOBS for why in rule(spec)), "")

@@ -162,7 +162,7 @@ class ArrangedOrder:
     def index(self, seq: int) -> int:
         """Return the place in the shard that comes at position `seq`. Raises IndexError outside range(length)."""
         if not 0 <= seq < len(self._places):
-            raise IndexError(f"place {seq} of a shard of {len(self._places)}")
+            raise IndexError(f"the shard has {len(self._places)} prompts, so there is no position {seq}")
         return int(self._places[seq])
 
 

@@ -476,7 +476,7 @@ class Dataset:
         Raises IndexError outside range(len), and DataChanged if the file changed since it was indexed.
         """
         if not 0 <= i < len(self):
-            raise IndexError(f"entry {i} of {len(self)}")
+            raise IndexError(f"the data have {len(self)} entries, so there is no entry {i}; entries are counted from 0")
         start, end = int(self._index.offsets[i]), int(self._index.offsets[i + 1])
         try:
             line = os.pread(self._file.fileno(), end - start, start).decode("utf-8").strip()

@@ -49,7 +49,7 @@ class ShardCursor(NamedTuple):
         Raises ValueError if it already was, because a ref has exactly one outcome.
         """
         if self.is_terminal(position):
-            raise ValueError(f"position {position} is already terminal")
+            raise ValueError(f"the prompt at position {position} already has its outcome")
         beyond = self.beyond | 1 << (position - self.low_water)
         ones = (~beyond & (beyond + 1)).bit_length() - 1  # trailing ones: the low-water mark moves over them
         return ShardCursor(self.low_water + ones, beyond >> ones)
@@ -117,7 +117,7 @@ class Cursors(NamedTuple):
         shards = []
         for part in text:
             if not isinstance(part, str):
-                raise ValueError(f"{part!r} is not a cursor")
+                raise ValueError(f"{part!r} is not an encoded shard cursor, which is text")
             low, _, beyond = part.partition("+")
             shards.append(ShardCursor(int(low), int(beyond, 16) if beyond else 0))
         return cls(tuple(shards))
@@ -158,7 +158,7 @@ class KeyedPermutation:
 
     def _checked(self, place: int) -> int:
         if not 0 <= place < self.length:
-            raise IndexError(f"place {place} of a shard of {self.length}")
+            raise IndexError(f"the shard has {self.length} prompts, so there is no place {place}")
         return place
 
     def _forth(self, value: int) -> int:
@@ -203,7 +203,7 @@ def entry_index(shape: StreamShape, seed: int, ref: PromptRef) -> int:
 def ref_of_entry(shape: StreamShape, seed: int, data_epoch: int, entry: int) -> PromptRef:
     """Return the ref of the stream's entry number `entry` in an epoch; the inverse of `entry_index`. Raises IndexError."""
     if entry < 0:
-        raise IndexError(f"entry {entry}")
+        raise IndexError(f"there is no entry {entry}; entries are counted from 0")
     place, shard = divmod(entry, len(shape.lengths))
     return PromptRef(data_epoch, shard, ShardOrder(seed, data_epoch, shard, shard_length(shape, shard)).seq(place))
 
@@ -211,7 +211,7 @@ def ref_of_entry(shape: StreamShape, seed: int, data_epoch: int, entry: int) -> 
 def shard_length(shape: StreamShape, shard: int) -> int:
     """Return the number of refs of a shard per epoch. Raises IndexError for an unknown shard."""
     if not 0 <= shard < len(shape.lengths):
-        raise IndexError(f"shard {shard} of {len(shape.lengths)}")
+        raise IndexError(f"the stream has {len(shape.lengths)} shards, so there is no shard {shard}")
     return shape.lengths[shard]
 
 
@@ -256,7 +256,7 @@ class Mixture:
     def at(self, data_epoch: int, place: int) -> SourceEntry:
         """Return the entry at `place` of an epoch. Raises IndexError outside range(refs)."""
         if not 0 <= place < self.refs:
-            raise IndexError(f"place {place} of an epoch of {self.refs}")
+            raise IndexError(f"an epoch has {self.refs} prompts, so there is no place {place}")
         source = bisect.bisect_right(self._ends, place)
         share, order = self.shares[source], self._orders[source]
         within = place - self._ends[source] + share.refs

@@ -221,7 +221,11 @@ class PromptRenderer:
         asked = [{"role": "user", "content": "?"}, {"role": "assistant", "content": MARK}, *messages]
         _, found, rest = self.render(asked, fields).rpartition(MARK)
         if not found:
-            raise DataError("the chat template leaves out an answer", where=self._where, fix="Change the template")
+            raise DataError(
+                "cannot determine the text after an answer: the chat template leaves out the assistant's last message",
+                where=self._where,
+                fix="Make the template write every assistant message",
+            )
         return self._without_end(rest, said, asked[:2], fields)
 
     def continued(self, messages: Messages, answer: int, fields: Mapping[str, Any], *, said: Sequence[int]) -> str:
@@ -238,7 +242,7 @@ class PromptRenderer:
             raise DataError(
                 f"cannot determine the text after an answer: the chat template {how} the assistant's last message",
                 where=self._where,
-                fix="Change the template",
+                fix="Make the template write every assistant message once",
             )
         return self._without_end(rest[0], said, asked[: answer + 1], fields)
 

@@ -183,7 +183,7 @@ class PromptStream:
     def at(self, data_epoch: int, shard: int, place: int) -> tuple[PromptSource, int]:
         """Return the source and the entry number at a place of a shard, whatever its order. Raises IndexError."""
         if not 0 <= place < shard_length(self.shape, shard):
-            raise IndexError(f"place {place} of a shard of {self.shape.lengths[shard]}")
+            raise IndexError(f"shard {shard} has {self.shape.lengths[shard]} prompts, so there is no place {place}")
         return self._at(data_epoch, place * len(self.shape.lengths) + shard)
 
     def _at(self, data_epoch: int, place: int) -> tuple[PromptSource, int]:

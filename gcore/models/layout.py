@@ -274,7 +274,9 @@ def copy_model(checkpoint: Path, to: Path, digest: str = "") -> None:
         raise DataError("the checkpoint has no weights, because emulated train ranks wrote it", where=str(checkpoint))
     proven = verify_checkpoint(checkpoint).files
     if digest and manifest_digest(checkpoint) != digest:
-        raise CheckpointDamaged("it differs from the registered checkpoint", where=str(checkpoint / MANIFEST_FILE))
+        raise CheckpointDamaged(
+            "the folder's content differs from the registered checkpoint", where=str(checkpoint / MANIFEST_FILE)
+        )
     weights = sorted(path.name for path in checkpoint.glob("*.safetensors*") if path.name not in TRAINING_FILES)
     names = [name for name in (*companion_files(checkpoint), *weights) if name in proven]
     to.parent.mkdir(parents=True, exist_ok=True)

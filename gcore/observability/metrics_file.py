@@ -222,7 +222,9 @@ class MetricsFile:
             if has_gap(self.written, source):
                 source = MetricsSource(source.job, source.status, archived() | dict(source.log), source.evaluations)
                 if whole and has_gap(self.written, source):
-                    raise ValueError(f"entries after {self.written.seq} are neither in the store nor archived")
+                    raise ValueError(
+                        f"log entries after {self.written.seq} are neither in the store nor in the archive, so {self.path} would have a gap"
+                    )
             lines = missing_lines(self.written, source, wall)
             if lines:
                 file.write(encode_lines(lines))

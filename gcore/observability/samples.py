@@ -350,7 +350,9 @@ def find_version(
         raise NoSamples(f"the samples of step {step} are not kept: samples.every is {spec.every}", fix=_there(kept))
     if kept and step < min(version.step for version in kept):
         raise NoSamples(f"the samples of step {step} were removed: samples.keep is {spec.keep}", fix=_there(kept))
-    raise NoSamples(f"step {step} has no samples, because their holders died or could not write", fix=_there(kept))
+    raise NoSamples(
+        f"step {step} has no samples: the nodes that held them died, or could not write them", fix=_there(kept)
+    )
 
 
 def find_kept(kept: Sequence[Version], step: int | None) -> Version:

@@ -109,7 +109,7 @@ def parse_answer(value: Any, count: int = 1) -> list[Scored]:
     Inverse of `gcore.reward.__main__.answer_line`. Raises ValueError for other input.
     """
     if not isinstance(value, list) or len(value) != count:
-        raise ValueError(f"not {count} results: {value!r}")
+        raise ValueError(f"the reward process returned {value!r}, not a list of {count} results")
     return [_parse_scored(one) for one in value]
 
 
@@ -119,7 +119,7 @@ def _parse_scored(value: Any) -> Scored:
             return RewardResult(float(number), tuple((str(name), float(part)) for name, part in parts))
         case {"what": str(what), "where": where, "fix": fix, "trace": str(trace)}:
             return RewardError(what, where=where, fix=fix, trace=trace)
-    raise ValueError(f"not an answer: {value!r}")
+    raise ValueError(f"the reward process returned {value!r}, which is neither a result nor an error")
 
 
 BATCH_S = 0.02

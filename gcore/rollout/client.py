@@ -66,7 +66,7 @@ def parse_sample(answer: Mapping[str, Any]) -> Sample:
     ending = meta["finish_reason"]  # None for an unfinished sample
     reason: FinishReason = "abort" if ending is None else ending["type"]
     if reason not in ("stop", "length", "abort"):
-        raise ValueError(f"finish reason {reason!r}")
+        raise ValueError(f"its finish reason is {reason!r}, not stop, length or abort")
     return Sample(tokens, logprobs, str(answer["text"]), reason, _spans(meta, count))
 
 

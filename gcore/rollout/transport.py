@@ -113,7 +113,7 @@ class EngineTransport(httpx.AsyncBaseTransport):
                     url.host, url.port or (443 if secure else 80), ssl=self._tls() if secure else None
                 )
         except TimeoutError as error:
-            raise httpx.ConnectTimeout("no connection in time") from error
+            raise httpx.ConnectTimeout("no connection before the timeout") from error
         except OSError as error:
             raise httpx.ConnectError(error.strerror or str(error)) from error
         return _Line(reader, writer, h11.Connection(h11.CLIENT), 0.0)
@@ -204,6 +204,6 @@ class _Answer(httpx.AsyncByteStream):
             async with asyncio.timeout_at(self._end):
                 yield
         except TimeoutError as error:
-            raise httpx.ReadTimeout("the time is up", request=request) from error
+            raise httpx.ReadTimeout("no complete response before the timeout", request=request) from error
         except OSError as error:
             raise httpx.ReadError(str(error) or type(error).__name__, request=request) from error

@@ -189,7 +189,7 @@ class _Stream:
         Raises RevisionCompacted, StoreUnavailable, _Denied, StreamEnded.
         """
         if await _revision_now(caller, prefix) < known:
-            raise RevisionCompacted(f"the store is before revision {known}, which it had reached")
+            raise RevisionCompacted(f"the store is at an earlier revision than {known}, which it had reached")
         connection = await caller.connection(caller.timeout_s)
         call: Any = None
         try:

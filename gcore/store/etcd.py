@@ -77,7 +77,10 @@ class EtcdBinary:
             ) from error
         found = re.search(r"etcd Version: (\S+)", done.stdout)
         if found is None:
-            raise EtcdFailed(f"{self.path} is not an etcd", fix="Check which `etcd` comes first on PATH")
+            raise EtcdFailed(
+                f"{self.path} --version prints no etcd version, so it is not etcd",
+                fix="Check which `etcd` comes first on PATH",
+            )
         return found[1]
 
 

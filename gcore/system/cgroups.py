@@ -18,7 +18,7 @@ MOUNT = Path("/sys/fs/cgroup")
 PROCESSES, CONTROLLERS, SUBTREE = "cgroup.procs", "cgroup.controllers", "cgroup.subtree_control"
 
 PERIOD_US = 100_000
-"""Period of `cpu.max`, in microseconds: the kernel grants the CPU quota anew in each."""
+"""Period of `cpu.max`, in microseconds: the kernel renews the CPU quota after each."""
 
 GIB = 1 << 30
 

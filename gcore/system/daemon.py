@@ -51,7 +51,7 @@ class JsonFormatter(logging.Formatter):
         self._fixed = dict(fixed)
 
     def format(self, record: logging.LogRecord) -> str:
-        """See logging.Formatter. JSON escapes line breaks, so each record is one line."""
+        """Return the record as one line of JSON, which escapes line breaks."""
         context = _about.get()
         tree: dict[str, Any] = {
             "time": datetime.fromtimestamp(record.created, UTC)

@@ -169,17 +169,17 @@ def parse_number(value: Any) -> float:
 def _float(text: str) -> float:
     value = float(text)
     if not -MOST <= value <= MOST:
-        raise ValueError("no number that was measured")
+        raise ValueError(f"{text[:40]} is not between -{MOST:g} and {MOST:g}")
     return value
 
 
 def _int(text: str) -> int:
     value = int(text)
     if not -MOST <= value <= MOST:
-        raise ValueError("no number that was counted")
+        raise ValueError(f"{text[:40]} is not between -{MOST:g} and {MOST:g}")
     return value
 
 
 def refuse_constant(name: str) -> NoReturn:
-    """`parse_constant` for values that Python accepts but JSON does not have (NaN, Infinity). Raises ValueError."""
+    """Raise ValueError for NaN, Infinity and -Infinity, which Python's parser accepts but JSON does not have. For `json.loads(parse_constant=...)`."""
     raise ValueError(f"{name} is not JSON")

@@ -71,9 +71,9 @@ class FakeClock:
         self._now += seconds
 
     async def run(self, awaitable: Awaitable[T], *, limit_s: float = 86_400.0) -> T:
-        """Advance from sleeper to sleeper until `awaitable` is done, and return its result.
+        """Advance the time from one sleeping task to the next until `awaitable` is done, and return its result.
 
-        Raises TimeoutError if it still waits after `limit_s`, or waits without any sleeper.
+        Raises TimeoutError if it still waits after `limit_s` seconds of this clock, or when no task sleeps on the clock.
         """
         task = asyncio.ensure_future(awaitable)
         end = self._now + limit_s
@@ -82,8 +82,8 @@ class FakeClock:
             while not task.done():
                 wake = self.next_wake()
                 if wake is None or wake > end:
-                    why = "nobody sleeps" if wake is None else f"after {limit_s:g} s"
-                    raise TimeoutError(f"the awaitable is still waiting ({why})")
+                    why = "and no task sleeps on this clock" if wake is None else f"after {limit_s:g} s"
+                    raise TimeoutError(f"the awaitable is still waiting, {why}")
                 await self.advance(max(0.0, wake - self._now))
             return await task
         finally:

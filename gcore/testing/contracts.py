@@ -60,7 +60,10 @@ async def check_flow(
     """
     flow = find_flow(name)
     for section in flow_settings(flow):
-        _promise(section in ("flow", "rollout", "train", "reward", "checkpoint", "eval"), f"it sets {section!r}")
+        _promise(
+            section in ("flow", "rollout", "train", "reward", "checkpoint", "eval"),
+            f"flow {name!r} sets section {section!r}, which a flow cannot set",
+        )
     mine: dict[str, Mapping[str, Any]] = {**settings, "flow": {**settings.get("flow", {}), "name": name}}
     answers = script or alternate_answers
     quiet = FakeCluster(entries, answers, peers=peers, **mine)
@@ -126,7 +129,7 @@ def check_filter(name: str, entries: Entries, *, options: Mapping[str, Option] |
         for rewards in ((0.0,), (1.0,), (0.0, 1.0), (1.0, 1.0, 1.0), (0.25, -3.0, 1e9)):
             group = group_of(rewards, str(entry.get("prompt", "")))
             once, again = (_kept(found, group, entry) for _ in range(2))
-            _promise(once == again, f"filter {name!r} says {once!r}, then {again!r}, of the same group")
+            _promise(once == again, f"filter {name!r} returns {once!r}, then {again!r}, for the same group")
     odd = CheckedFilter(name, found.function, {**found.options, NO_SUCH_OPTION: 1})
     group = group_of((0.0, 1.0))
     _refuses(f"filter {name!r} accepts an unknown option", lambda: odd.refuses(group, entries[0]), FilterError)
@@ -214,7 +217,7 @@ def _kept(found: CheckedFilter, group: Group, entry: Mapping[str, Any]) -> str |
         return found.refuses(group, entry)
     except FilterError as error:
         rewards = [sample.reward for sample in group.samples]
-        raise ContractBroken(f"filter {found.name!r} cannot say of a group with rewards {rewards}: {error}") from error
+        raise ContractBroken(f"filter {found.name!r} failed for a group with rewards {rewards}: {error}") from error
 
 
 def _view(epoch: int, options: Mapping[str, Option]) -> CurriculumView:

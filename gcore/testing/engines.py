@@ -51,7 +51,9 @@ class FakeEngine:
         """Generate one sample per prompt."""
         each = [params] * len(seeds) if isinstance(params, SamplingParams) else params
         if any(token not in range(self._vocabulary) for prompt in prompts for token in prompt):
-            raise EngineError(f"a token id is not in the vocabulary of {self._vocabulary}", where=self.base_url)
+            raise EngineError(
+                f"a token id of a prompt is not in the vocabulary of {self._vocabulary} tokens", where=self.base_url
+            )
         samples = (
             self._sample(i, prompt, one, seed, f"{rid}-{i}", growing)
             for i, (prompt, one, seed) in enumerate(zip(prompts, each, seeds, strict=True))

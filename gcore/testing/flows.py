@@ -95,10 +95,13 @@ class FakePeer:
                 yield prompt
                 await asyncio.sleep(0)  # noqa: TID251 - what was started begins
                 if step.handed_out is not None:
-                    raise AssertionError(f"the flow took prompt {prompt.ref} and did not start it")
+                    raise AssertionError(f"the flow got prompt {prompt.ref} and did not pass it to batch.start()")
             step.raise_defect()
             if len(cluster.outcomes) > MOST_ROUNDS * len(cluster.entries):
-                raise AssertionError("a step never gets its quota: nearly everything is filtered or fails")
+                raise AssertionError(
+                    f"step {mine.number} does not get its {cluster.spec.flow.groups_per_step} groups: "
+                    f"{len(cluster.outcomes)} prompts were filtered or failed"
+                )
 
     def _next_place(self) -> int | None:
         """Return the oldest due prompt of this peer; None while the prompts in flight may suffice."""
@@ -242,7 +245,7 @@ class FakeBatch:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def start(self, produce: Coroutine[Any, Any, Group | Outcome]) -> None:
-        """Run `produce`, which makes the group of the last prompt from `peer.prompts`, concurrently.
+        """Run the coroutine `produce`, which makes the group of the last prompt that `peer.prompts` yielded, as a task.
 
         Raises RuntimeError if that prompt has a production already.
         """
@@ -305,13 +308,12 @@ AnswerScript = Callable[[Asked], str]
 
 
 class FakeCluster:
-    """Peers in memory that share prompts and quotas, for tests of flows: no store, no engine, no train rank; the same
-    rules.
+    """Peers in memory that share prompts and quotas, for tests of flows. Follows the rules of a real cluster without store, engines and train ranks.
 
     `settings`: sections of a spec, as a user writes them. A `FakeCluster` has prompts, a script that responds to them,
     and some peers; `run` has each of them run the flow, as controllers do. A step ends when the peers together have the
     quota. A prompt without a response from an engine is sampled again; a prompt that cannot be scored has failed;
-    groups are trained in the order of their refs. Afterwards the cluster has the requested and trained data.
+    groups are trained in the order of their refs. After the run, `asked`, `trained` and `outcomes` have the results.
 
         cluster = FakeCluster([{"prompt": "1+1=", "answer": "2"}], script=lambda asked: "2" if asked.greedy else "3")
         await cluster.run(my_flow)

@@ -99,7 +99,7 @@ class MemoryCluster:
             lease.ends = self.clock.monotonic() + lease.ttl
 
     def deliver_late(self, count: int | None = None) -> int:
-        """Execute requests held back by DELIVER_LATE, oldest first, at most `count`. Return their number."""
+        """Execute the oldest `count` requests (None: all) that had the fate DELIVER_LATE. Return how many were executed."""
         due, self._late = self._late[:count], self._late[len(self._late[:count]) :]
         for do in due:
             try:
@@ -268,7 +268,7 @@ CallKind = Literal["get", "list", "transact", "grant", "keep_alive", "revoke", "
 
 
 class Fate(StrEnum):
-    """What the network does with a call."""
+    """Whether a call reaches the server, and its reply the client."""
 
     DELIVER = "deliver"
     LOSE_REQUEST = "lose_request"

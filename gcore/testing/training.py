@@ -40,12 +40,12 @@ TOLERANCE = 1e-9
 
 
 def check_advantage(name: str, *, options: Mapping[str, Option] | None = None) -> None:
-    """Check an estimator: finite, repeatable, and independent of the order of samples and the numbers of groups.
+    """Check an advantage estimator: its results are finite, the same each time, and do not depend on the order of samples or the numbers of groups.
 
-    Each rank computes it separately, and a group's number has no meaning. Raises ContractBroken, PluginFault.
+    Every train rank computes the advantages itself, and a group's number has no meaning. Raises ContractBroken, PluginFault.
     """
     estimate = find_plugin_advantage(_train(advantage=name, advantage_options=dict(options or {})))
-    _check_promise(estimate is not None, f"{name!r} is one of gcore's own")
+    _check_promise(estimate is not None, f"{name!r} is built into gcore; name an estimator of your own")
     assert estimate is not None
     order = torch.tensor([4, 0, 5, 2, 1, 3])
     for outcomes in OUTCOMES:
@@ -57,14 +57,14 @@ def check_advantage(name: str, *, options: Mapping[str, Option] | None = None) -
 
 
 def check_loss(name: str, *, options: Mapping[str, Option] | None = None) -> None:
-    """Check a loss: finite with a finite gradient, equal for a row alone and in a batch, independent of masked values.
+    """Check a loss: it and its gradient are finite, the same for a row alone and in a batch, and independent of masked values.
 
-    Otherwise it would depend on how samples are divided between ranks and micro-batches. Raises ContractBroken,
+    A loss that violates this depends on how samples are divided between ranks and micro-batches. Raises ContractBroken,
     PluginFault.
     """
     train = _train(loss=name, loss_options=dict(options or {}))
     loss = find_plugin_loss(train)
-    _check_promise(loss is not None, f"{name!r} is one of gcore's own")
+    _check_promise(loss is not None, f"{name!r} is built into gcore; name a loss of your own")
     assert loss is not None
     logp = torch.tensor([[-1.0, -0.5, -2.0], [-0.7, -1.2, -0.3]], dtype=torch.float64)
     old = torch.tensor([[-1.2, -0.9, -1.5], [-0.7, -0.8, -0.9]], dtype=torch.float64)

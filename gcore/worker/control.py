@@ -153,12 +153,12 @@ def confine_process(spec: LaunchSpec) -> None:
             os.sched_setaffinity(0, spec.cpus)
         except OSError as error:
             raise CannotStart(
-                f"cannot run on the cores of {spec.slot} ({error.strerror})",
+                f"the worker cannot run on the cores of slot {spec.slot} ({error.strerror})",
                 fix="Check which cores this machine has and which the daemon's CPU set allows",
             ) from error
         if lacking := sorted(set(spec.cpus) - os.sched_getaffinity(0)):  # the kernel drops cores that are not allowed
             raise CannotStart(
-                f"may not run on the core{'s' * (len(lacking) > 1)} {', '.join(map(str, lacking))} of {spec.slot}",
+                f"the worker may not run on the core{'s' * (len(lacking) > 1)} {', '.join(map(str, lacking))} of slot {spec.slot}",
                 fix="Check which cores this machine has and which the daemon's CPU set allows",
             )
     if spec.folder:

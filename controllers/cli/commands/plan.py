@@ -95,7 +95,7 @@ def simulate(
     if (scenario is None) == (run is None):
         raise UsageError("gcore simulate takes either a scenario file or --run", fix="Give one of them")
     if cost is not None and math.isnan(cost):
-        raise UsageError("--cost is not a number of seconds", fix=f"Give 0 to {MOST_COST_S:,.0f}")
+        raise UsageError(f"--cost {cost} is not a number of seconds", fix=f"Give 0 to {MOST_COST_S:,.0f}")
     replay: ReplayScenario | None = None
     job: SimulatedJob
     if run is not None:

@@ -385,7 +385,7 @@ class EmulatedEngine(ServedEngine[Path]):
         """
         async with self._moving:
             if not tags <= self.device.asleep:
-                raise EngineError(f"{', '.join(sorted(tags - self.device.asleep))} was not released")
+                raise EngineError(f"the memory of {', '.join(sorted(tags - self.device.asleep))} was not released")
             await self.take(self.timing.wake())
             self._slot.do(self.device, lambda now: self.device.wake(tags, now))
 

@@ -221,11 +221,11 @@ def calculator(argument: str) -> str:
     characters, digits and nested parentheses is limited.
     """
     if len(argument) > MOST_CHARACTERS:
-        raise NoSum(f"the sum has {len(argument)} characters; at most {MOST_CHARACTERS}")
+        raise NoSum(f"the sum has {len(argument)} characters; at most {MOST_CHARACTERS} are allowed")
     parser = _Parser(_tokens(argument))
     value = parser.sum(0)
     if parser.rest:
-        raise NoSum(f"what is {parser.rest[0]!r} doing there?")
+        raise NoSum(f"unexpected {parser.rest[0]!r} after a complete sum")
     return _written(value)
 
 
@@ -235,7 +235,7 @@ def _tokens(text: str) -> list[str]:
     while at < len(text):
         match = _TOKEN.match(text, at)
         if match is None:
-            raise NoSum(f"{text[at:].strip()[:1]!r} is no part of a sum")
+            raise NoSum(f"{text[at:].strip()[:1]!r} is not allowed in a sum")
         found.append(match.group(1))
         at = match.end()
     return found
@@ -267,9 +267,9 @@ class _Parser:
 
     def _number(self, depth: int) -> Fraction:
         if depth > MOST_DEPTH:
-            raise NoSum(f"more than {MOST_DEPTH} signs or parentheses within each other")
+            raise NoSum(f"signs and parentheses are nested more than {MOST_DEPTH} levels deep")
         if not self.rest:
-            raise NoSum("the sum ends in the middle")
+            raise NoSum("the sum is incomplete: a number is missing at its end")
         token = self._take()
         if token in "+-":
             value = self._number(depth + 1)
@@ -280,7 +280,7 @@ class _Parser:
                 raise NoSum("a parenthesis is not closed")
             return value
         if token in ("*", "/", ")"):
-            raise NoSum(f"what is {token!r} doing there?")
+            raise NoSum(f"unexpected {token!r} where a number should be")
         return _bounded(Fraction(token))
 
     def _take(self) -> str:
@@ -289,7 +289,7 @@ class _Parser:
 
 def _bounded(value: Fraction) -> Fraction:
     if abs(value.numerator) >= _LARGEST * value.denominator or value.denominator >= _LARGEST:
-        raise NoSum(f"a number of more than {MOST_DIGITS} digits")
+        raise NoSum(f"a number has more than {MOST_DIGITS} digits")
     return value
 
 

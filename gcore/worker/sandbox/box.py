@@ -92,13 +92,13 @@ class ProgramSandbox:
             known = {"secret": str(secret), "memory_mb": self._memory_mb, "parent": os.getpid()}
             ran = self.run(f"KNOWN = {known!r}\n{PROBE.read_text(encoding='utf-8')}", timeout_s=PROOF_S)
         if ran.refused or ran.error:
-            raise SandboxError(f"programs cannot be shut in here: {ran.refused or ran.error}", fix=fix)
+            raise SandboxError(f"this machine cannot confine programs: {ran.refused or ran.error}", fix=fix)
         try:
             ways = json.loads(ran.output)
         except ValueError:
             ways = ["possibly do anything, because the confinement test did not finish"]
         if ways:
-            raise SandboxError(f"programs cannot be shut in here: one could {', '.join(ways)}", fix=fix)
+            raise SandboxError(f"this machine cannot confine programs: one could {', '.join(ways)}", fix=fix)
 
     def run(self, program: str, tests: Sequence[str] = (), given: str = "", *, timeout_s: float) -> ProgramResult:
         """Run a program, and then each of `tests` in its namespace. Never raises for what the program does.

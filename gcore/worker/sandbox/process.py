@@ -62,7 +62,7 @@ def check_ready(value: Any) -> dict[str, Any]:
             return facts
         case {"failed": {"what": str(what), "where": where, "fix": fix, "trace": str(trace)}}:
             raise PluginFault(what, where=where, fix=fix, trace=trace)
-    raise ValueError(f"neither ready nor failed: {value!r}")
+    raise ValueError(f"the process sent {value!r}, which reports neither that it is ready nor that it failed")
 
 
 class SandboxProcess(asyncio.Protocol):
@@ -146,7 +146,7 @@ class SandboxProcess(asyncio.Protocol):
         match await self.answer(timeout_s):
             case [int() as number, said] if number == self._asked:
                 return said
-        raise ProtocolBroken("it sent a message that violates the protocol")
+        raise ProtocolBroken("the process sent a message that is not the result of the call")
 
     @property
     def says_more(self) -> bool:

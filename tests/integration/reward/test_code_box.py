@@ -317,7 +317,7 @@ def without(*lacking: str) -> subprocess.CompletedProcess[str]:
 
 
 def refused(done: subprocess.CompletedProcess[str], said: str) -> None:
-    assert done.stdout.startswith("programs cannot be shut in here: "), done.stdout + done.stderr
+    assert done.stdout.startswith("this machine cannot confine programs: "), done.stdout + done.stderr
     assert said in done.stdout
     assert "docs/use/rewards.md" in done.stdout
 
@@ -329,7 +329,7 @@ def test_where_seccomp_does_not_hold_the_proof_refuses(monkeypatch: pytest.Monke
     jail.write_text(source.replace("    restrict_calls(seccomp)\n", ""))
     assert jail.read_text() != source
     monkeypatch.setattr("gcore.worker.sandbox.box.JAIL", jail)
-    with pytest.raises(Exception, match="programs cannot be shut in here: one could open a socket"):
+    with pytest.raises(Exception, match="this machine cannot confine programs: one could open a socket"):
         ProgramSandbox(256).prove()
 
 

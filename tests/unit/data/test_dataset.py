@@ -104,7 +104,7 @@ def test_the_last_line_needs_no_newline(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("i", [-1, 3, 10**9])
 def test_an_entry_that_is_not_there_is_an_index_error(tmp_path: Path, i: int) -> None:
-    with pytest.raises(IndexError, match="of 3"):
+    with pytest.raises(IndexError, match="have 3 entries"):
         open_dataset(write(tmp_path, GOOD * 3)).entry(i)
 
 

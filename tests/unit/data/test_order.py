@@ -45,7 +45,7 @@ def test_the_low_water_mark_is_the_first_position_without_an_outcome(done: set[i
 
 @given(positions.filter(bool), st.data())
 def test_no_position_ends_twice(done: set[int], data: st.DataObject) -> None:
-    with pytest.raises(ValueError, match="already terminal"):
+    with pytest.raises(ValueError, match="already has its outcome"):
         marked(sorted(done)).mark(data.draw(st.sampled_from(sorted(done))))
 
 
@@ -100,7 +100,7 @@ def test_a_union_marks_refs_of_several_shards_and_epochs() -> None:
 )
 def test_a_union_refuses_a_ref_that_would_end_twice(refs: list[PromptRef]) -> None:
     shape = StreamShape((2, 3))
-    with pytest.raises(ValueError, match="already terminal"):
+    with pytest.raises(ValueError, match="already has its outcome"):
         Cursors.start(2).union(shape, [PromptRef(0, 0, 0)]).union(shape, refs)
 
 
@@ -132,9 +132,9 @@ def test_seq_is_the_inverse_of_index_at_any_size(seed: int, epoch: int, length: 
 @pytest.mark.parametrize("place", [-1, 5, 10**12])
 def test_a_place_outside_the_shard_is_refused(place: int) -> None:
     order = ShardOrder(0, 0, 0, 5)
-    with pytest.raises(IndexError, match="shard of 5"):
+    with pytest.raises(IndexError, match="shard has 5 prompts"):
         order.index(place)
-    with pytest.raises(IndexError, match="shard of 5"):
+    with pytest.raises(IndexError, match="shard has 5 prompts"):
         order.seq(place)
 
 

@@ -67,7 +67,7 @@ def test_an_answer_and_what_is_behind_it_read_as_the_template_would_write_them_a
 
 
 def test_a_template_that_leaves_answers_out_or_takes_no_tool_is_told_about(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="leaves out an answer"):
+    with pytest.raises(DataError, match="leaves out the assistant's last message"):
         renderer(tmp_path, byte_level(), "{{ messages[0].content }}").behind(TOLD, {}, said=())
     refusing = CHATML.replace(
         "{% for", "{% if messages[-1].role == 'tool' %}{{ raise_exception('no') }}{% endif %}{% for", 1

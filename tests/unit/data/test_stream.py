@@ -122,7 +122,7 @@ def test_another_source_does_not_change_the_order_of_the_first() -> None:
 
 @pytest.mark.parametrize("place", [-1, 12])
 def test_a_place_outside_the_epoch_is_refused(place: int) -> None:
-    with pytest.raises(IndexError, match="of an epoch of 12"):
+    with pytest.raises(IndexError, match="an epoch has 12 prompts"):
         Mixture([SourceShare("a", 4), SourceShare("b", 4, 2.0)], 0).at(0, place)
 
 

@@ -171,7 +171,7 @@ def test_entries_that_left_the_store_are_taken_from_the_archive(tmp_path: Path) 
 def test_nothing_is_written_behind_a_gap_until_it_is_given_up(tmp_path: Path) -> None:
     file = MetricsFile(tmp_path)
     file.bring(source(2), 1.0, nothing)
-    with pytest.raises(ValueError, match="entries after 1 are neither in the store nor archived"):
+    with pytest.raises(ValueError, match="log entries after 1 are neither in the store nor in the archive"):
         file.bring(source(since=4), 1.0, nothing)
     assert len(lines(file)) == 3
     file.bring(source(since=4), 1.0, nothing, whole=False)

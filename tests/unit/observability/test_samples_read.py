@@ -105,7 +105,7 @@ def test_a_step_is_found_in_its_newest_lineage_and_the_default_is_the_newest_com
         (KEPT, head(8, 7), SamplesSpec(), 9, "the newest committed step is 8. There are samples of steps 1, 5-7"),
         (KEPT, head(6, 5), SamplesSpec(every=5), 3, "the samples of step 3 are not kept: samples.every is 5"),
         (KEPT[1:], head(9), SamplesSpec(keep=4), 2, "the samples of step 2 were removed: samples.keep is 4. There are samples of steps 5-7"),
-        (KEPT, head(9), SamplesSpec(), 8, "step 8 has no samples, because their holders died or could not write"),
+        (KEPT, head(9), SamplesSpec(), 8, "step 8 has no samples: the nodes that held them died, or could not write them"),
         (KEPT, head(9), SamplesSpec(), 0, "there is no step 0; steps are counted from 1"),
         ([], None, SamplesSpec(), None, "no step has been trained yet"),
         ([], head(0), SamplesSpec(), 4, "no step has been trained yet"),

@@ -133,7 +133,7 @@ async def test_running_something_passes_just_the_time_it_takes() -> None:
 
 async def test_running_what_nobody_will_ever_wake_is_an_error() -> None:
     clock = FakeClock()
-    with pytest.raises(TimeoutError, match="nobody sleeps"):
+    with pytest.raises(TimeoutError, match="no task sleeps"):
         await clock.run(asyncio.Event().wait())
 
 

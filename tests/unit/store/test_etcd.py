@@ -106,7 +106,7 @@ def test_where_there_is_none_one_is_told_what_to_do(tmp_path: Path, monkeypatch:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        pytest.param("echo hello", "is not an etcd", id="another program"),
+        pytest.param("echo hello", "is not etcd", id="another program"),
         pytest.param("exit 3", "--version failed", id="fails"),
     ],
 )

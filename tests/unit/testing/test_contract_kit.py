@@ -216,7 +216,7 @@ async def test_a_flow_that_keeps_its_promises_passes_and_can_be_looked_at(name: 
         ("not_a_number", "with a reward of nan"),
         ("no_samples", "without a sample"),
         ("group_of_one", "compares the samples of a group; at least 2"),
-        ("filters_all", "a step never gets its quota"),
+        ("filters_all", "does not get its"),
         ("waits_alone", "hangs in step"),
     ],
 )
@@ -257,8 +257,8 @@ def test_gcores_own_rewards_pass(name: str) -> None:
     [
         ("lenient", "accepts an unknown option"),
         ("truth", "returned True, neither None nor a sentence"),
-        ("divides", "cannot say of a group with rewards"),
-        ("fickle", "of the same group"),
+        ("divides", "failed for a group with rewards"),
+        ("fickle", "for the same group"),
     ],
 )
 def test_a_filter_that_breaks_a_promise_is_told_which(name: str, said: str) -> None:

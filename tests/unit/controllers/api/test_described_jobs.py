@@ -143,4 +143,4 @@ async def test_a_job_whose_spec_or_state_this_version_does_not_know_hides_no_oth
     await job.store.transact((), (Put(job.keys.job, record.encode()), Delete(job.keys.state)))
     one = await listed()
     assert (one.uid, one.name, one.state) == ("u", "u", pb.JOB_STATE_UNSPECIFIED)
-    assert "/state: the record is missing" in one.reason
+    assert "/state: the store has lost a record of the job" in one.reason

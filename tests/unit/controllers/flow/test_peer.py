@@ -122,7 +122,7 @@ def test_a_group_made_by_other_weights_is_the_engines_fault() -> None:
     peer = Present()
     peer.head = peer.head.model_copy(update={"step": 3})
     step = JobStep(peer, Version(0, 3))  # type: ignore[arg-type]
-    with pytest.raises(EngineError, match=r"made by 0\.2, not 0\.3"):
+    with pytest.raises(EngineError, match=r"weights 0\.2, not 0\.3"):
         step.keep_group(group_of(Version(0, 2)))
     assert not peer.buffer.knows(REF)
 

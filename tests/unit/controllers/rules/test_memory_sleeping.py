@@ -234,7 +234,7 @@ async def test_publication_leaves_a_sleeping_engine_asleep(tmp_path: Path) -> No
     one = Books()
     one.busy.asleep = True
     await one.book.aim(engines_at(busy="h:1"))
-    with pytest.raises(EngineError, match="busy sleeps"):
+    with pytest.raises(EngineError, match="busy has released its memory"):
         await one.book.publish("busy", Version(0, 2), tmp_path)
     assert one.book.views["busy"].asleep
     assert one.busy.asked == []
@@ -247,7 +247,7 @@ async def test_an_engine_that_another_put_to_sleep_since_it_was_woken_here_is_wo
     await one.book.sleep("busy")
     await one.book.wake("busy", None)
     await one.busy.sleep()
-    with pytest.raises(EngineError, match="busy sleeps"):
+    with pytest.raises(EngineError, match="busy has released its memory"):
         await one.book.publish("busy", Version(0, 2), tmp_path)
     assert one.book.views["busy"].asleep
     await one.book.wake("busy", None)
