@@ -107,7 +107,7 @@ def tls_material(config: NodeConfig) -> TlsMaterial:
 def read_engines_key(file: Path) -> bytes:
     """Read the key from which the API keys of the cluster's engines are derived. Raises UsageError."""
     fix = "Use the engines.key that `gcore certs issue` wrote next to the node's certificate"
-    with explain_os_errors("cannot be read", UsageError, where=file, fix=fix):
+    with explain_os_errors("the engine key cannot be read", UsageError, where=file, fix=fix):
         if file.stat().st_mode & 0o077:
             raise UsageError("other users can read the key file", where=str(file), fix=f"chmod 600 {file}")
         key = file.read_bytes().strip()

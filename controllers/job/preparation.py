@@ -53,8 +53,14 @@ def check_unchanged(job: JobRecord, data: DataIdentity) -> None:
     Otherwise its prompt refs would name other prompts, and its evaluations would not be comparable.
     """
     if data.prompts != job.prompts or (job.data_digest and data.digest != job.data_digest):
+        same = data.prompts == job.prompts
+        now = (
+            f"still {job.prompts} prompts, with other content"
+            if same
+            else f"then {job.prompts} prompts, now {data.prompts}"
+        )
         raise DataChanged(
-            f"the data have changed since the job was created (then {job.prompts} prompts, now {data.prompts})",
+            f"the data have changed since the job was created ({now})",
             where=data.where,
             fix=PUT_BACK,
         )

@@ -358,7 +358,7 @@ def find_version(
 def find_kept(kept: Sequence[Version], step: int | None) -> Version:
     """Like `find_version`, for a run of which only the folder is known. Raises NoSamples."""
     if not kept:
-        raise NoSamples("the job has no samples")
+        raise NoSamples("the run folder has no samples")
     if step is None:
         return max(kept)
     if not (found := [version for version in kept if version.step == step]):

@@ -162,7 +162,7 @@ def confine_process(spec: LaunchSpec) -> None:
                 fix="Check which cores this machine has and which the daemon's CPU set allows",
             )
     if spec.folder:
-        with explain_os_errors(f"cannot make its job's folder {spec.folder}", CannotStart):
+        with explain_os_errors(f"cannot create the job's folder {spec.folder} for temporary files", CannotStart):
             Path(spec.folder, SCRATCH).mkdir(parents=True, exist_ok=True)
 
 

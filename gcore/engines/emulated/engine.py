@@ -407,7 +407,7 @@ class EmulatedEngine(ServedEngine[Path]):
         Loads nothing and returns `folder`. Raises EngineError.
         """
         if not (folder / "config.json").is_file():
-            raise EngineError(f"{folder} is not a model folder")
+            raise EngineError(f"{folder} has no config.json, so it is not a model folder")
         if "weights" in self.device.asleep:
             raise EngineError("the weights are released", fix="Call /resume_memory_occupation first")
         return folder
