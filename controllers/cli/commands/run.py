@@ -22,7 +22,7 @@ import shlex
 import signal
 import sys
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import aclosing
 from pathlib import Path
 from types import FrameType
@@ -51,11 +51,7 @@ from controllers.cli.options import (
     find_addresses,
     find_cluster,
 )
-from controllers.cli.output import (
-    Output,
-    job_snapshot,
-    job_tree,
-)
+from controllers.cli.output import Output, job_snapshot, job_tree
 from controllers.cli.terminal import display, list_commands, program_name, say, stdout_console
 from controllers.cli.view.event_file import EventFile
 from controllers.cli.view.screens import JsonScreen, Screen, choose_screen
@@ -192,8 +188,7 @@ class _Submission:
             screen = JsonScreen(stdout_console(), self._output)
         ended = await record_job(client, job_snapshot(job), screen, clock, begun=clock.monotonic())
         if self._output is Output.TABLE:
-            more = longer_command(sys.argv[1:], self._spec)
-            _show_summary(ended, more, self._home, self._address)
+            _show_summary(ended, self._spec, self._home, self._address)
         if ended.state != "SUCCEEDED":
             raise JobFailed(f"job {ended.job} is {ended.state}: {ended.reason}", fix="See `gcore describe`")
 
@@ -582,8 +577,7 @@ def run(
             _down(home, further)
         stack.close()
 
-    more = longer_command(sys.argv[1:], loaded)
-    _show_summary(summary, more, local_home, address)
+    _show_summary(summary, loaded, local_home, address)
     if address is None and not started:
         say(f"The cluster in {home} was running before and keeps running; `gcore down` stops it.", err=True)
     if not summary.succeeded:
@@ -777,13 +771,12 @@ def _down(home: Path, further: RepeatedSignals | None) -> None:
         say(f"gcore: {error}", err=True, indent="  ")
 
 
-def _show_summary(summary: Summary, longer: str, home: Path | None, address: str | None) -> None:
+def _show_summary(summary: Summary, spec: JobSpec, home: Path | None, address: str | None) -> None:
     """Print the result of a run and the commands that the user may need next.
 
-    `longer`: the command that trains more steps. `home`: home folder of a local cluster, which may have been stopped;
-    None: a remote cluster.
+    `home`: home folder of a local cluster, which may have been stopped; None: a remote cluster.
     """
-    from controllers.cli.view.summary import next_commands, summary_table
+    from controllers.cli.view.summary import longer_command, next_commands, summary_table
 
     options = ["--address", address] if address is not None else []
     if home is not None and home != DEFAULT_HOME:
@@ -792,27 +785,9 @@ def _show_summary(summary: Summary, longer: str, home: Path | None, address: str
     typer.echo()
     display(summary_table(summary, page))
     typer.echo("\nNext:")
-    list_commands(next_commands(summary, _again(), longer, options))
+    list_commands(next_commands(summary, _again(), longer_command(sys.argv[1:], spec), options))
 
 
 def _again() -> str:
     """The command line as given, without --new, which would create a new job."""
     return f"{program_name()} {shlex.join(word for word in sys.argv[1:] if word != '--new')}"
-
-
-def longer_command(words: Sequence[str], spec: JobSpec) -> str:
-    """The command line `words` with twice the steps (or data epochs), which continues the finished job."""
-    field = "steps" if spec.flow.steps is not None else "epochs"
-    count = spec.flow.steps or spec.flow.epochs or 1
-    option, value = ("--steps", str(2 * count)) if words[:1] == ["demo"] else ("--set", f"flow.{field}={2 * count}")
-    kept: list[str] = []
-    left = iter(word for word in words if word != "--new")
-    for word in left:
-        name, equals, given = word.partition("=")
-        if name != option:
-            kept.append(word)
-            continue
-        given = given if equals else next(left, "")
-        if option == "--set" and not given.startswith(f"flow.{field}="):
-            kept += [option, given]
-    return shlex.join((program_name(), *kept, option, value))

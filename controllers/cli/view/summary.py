@@ -45,6 +45,7 @@ from gcore.types import CHECKPOINTS
 
 if TYPE_CHECKING:
     from gcore.api.v1 import jobs_pb2 as pb
+    from gcore.config.spec import JobSpec
 
 FILE_NAME = "summary.json"
 
@@ -450,3 +451,21 @@ def _best(tree: object) -> BestPoint | None:
     if step is None or value is None:
         return None
     return BestPoint(step, get_text(tree, "metric"), value, get_text(tree, "checkpoint"))
+
+
+def longer_command(words: Sequence[str], spec: JobSpec) -> str:
+    """The command line `words` with twice the steps (or data epochs), which continues the finished job."""
+    field = "steps" if spec.flow.steps is not None else "epochs"
+    count = spec.flow.steps or spec.flow.epochs or 1
+    option, value = ("--steps", str(2 * count)) if words[:1] == ["demo"] else ("--set", f"flow.{field}={2 * count}")
+    kept: list[str] = []
+    left = iter(word for word in words if word != "--new")
+    for word in left:
+        name, equals, given = word.partition("=")
+        if name != option:
+            kept.append(word)
+            continue
+        given = given if equals else next(left, "")
+        if option == "--set" and not given.startswith(f"flow.{field}="):
+            kept += [option, given]
+    return shlex.join((program_name(), *kept, option, value))

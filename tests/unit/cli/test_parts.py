@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from controllers.cli.commands.cluster import check_cluster_matches
-from controllers.cli.commands.run import EventFile, longer_command
+from controllers.cli.commands.run import EventFile
 from controllers.cli.local import UpRequest, UpResult, classify_process, deal_slots
 from controllers.cli.local import start_cluster as local_up
 from controllers.cli.main import app
@@ -22,7 +22,7 @@ from controllers.cli.options import find_addresses
 from controllers.cli.output import best_line, format_ranges, job_rows, job_snapshot, job_tree
 from controllers.cli.view import summary as summaries
 from controllers.cli.view.state import BestPoint, JobSnapshot, SourceFigures, ViewState
-from controllers.cli.view.summary import AuditVerdict, find_summary, summarize
+from controllers.cli.view.summary import AuditVerdict, find_summary, longer_command, summarize
 from gcore.api.v1 import jobs_pb2 as pb
 from gcore.config import parse_spec
 from gcore.config.local_cluster import ControllerProcess, EtcdProcess, LocalClusterState
