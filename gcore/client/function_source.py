@@ -1,5 +1,4 @@
-"""Writes a function and everything that it needs as the source of a module, so that a reward function of a notebook can
-run in the processes of a cluster.
+"""Writes a function and all that it needs as the source of a module, so that a cluster can run a notebook's reward.
 
 The module contains the imports, constants, functions and classes that the function refers to, with their present
 values. Definitions in notebook cells and in files that are not installed are copied; everything that a process in
@@ -112,11 +111,8 @@ class _Module:
         return max(self._statements, key=lambda one: len(one[1]))[0]
 
     def bind(self, name: str, value: Any, user: str) -> None:
-        """Make the global `name` stand for `value`: by an import, a copied definition or an assignment.
-
-        `user`: the function that uses the name, for messages. Raises UsageError if the name already stands for another
-        object.
-        """
+        """Bind the global `name` to `value` by an import, a copied definition or an assignment. Raises UsageError if it
+        already has another value. `user`: the function that uses the name, for messages."""
         if name in self._values:
             if not _is_same(self._values[name], value):
                 what = f"{name!r} has two meanings among the functions that {user!r} uses"

@@ -59,7 +59,7 @@ TREES = {
     "nodes": (["nodes", "--workers"], lambda t: (t["nodes"][0]["uses"], len(t["workers"])) == ({"cuda:0": "u1"}, 1)),
     "shards": (["shards", "sums"], lambda t: (t[0]["ahead"], t[1]["node"]) == (2, "")),
     "usage": (["usage"], lambda t: t[0] == {"namespace": "research", "slot_seconds": 7200.0, "busy_seconds": 3600.0}),
-    "drain": (["drain", "node-0"], lambda t: t["draining"] is True),
+    "drain": (["drain", "node-0", "--no-wait"], lambda t: t["draining"] is True),
     "pause": (["pause", "sums"], lambda t: t["state"] == "PAUSED"),
     "resume": (["resume", "sums"], lambda t: t["state"] == "RUNNING"),
     "cancel": (["cancel", "sums"], lambda t: t["state"] == "CANCELLED"),

@@ -13,7 +13,7 @@ from documents import ROOT, blocks, mismatch
 
 
 def test_the_reward_of_the_guide_passes_the_test_of_the_guide(tmp_path: Path) -> None:
-    code, test = (block.text for block in blocks(ROOT / "docs" / "use" / "rewards.md", "python"))
+    code, _batch, test = (block.text for block in blocks(ROOT / "docs" / "use" / "rewards.md", "python"))
     (toml,) = (block.text for block in blocks(ROOT / "docs" / "use" / "rewards.md", "toml"))
     name, value = re.findall(r'^(\w+) = "([\w.:]+)"$', toml, re.M)[0]
     (tmp_path / "my_package").mkdir()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 from builders import SPEC
 from job_session import make_session
+from rich.console import Console
 from stored_job import StoredJob
 
 from controllers.cli.commands.run import _ask
@@ -67,10 +69,8 @@ async def test_a_refused_write_is_in_the_view_until_one_is_taken_or_a_change_is_
 
 
 async def test_the_command_prints_which_node_cannot_write_and_when_it_can_again() -> None:
-    lines: list[str] = []
-    console: Any = SimpleNamespace(
-        print=lambda *a, **k: lines.append(str(a[0])), out=lambda *a, **k: lines.append(str(a[0]))
-    )
+    printed = StringIO()
+    console = Console(file=printed, width=200)
     wait = pb.Waiting(who="node-0", what=f"node-0 cannot write to the store: {FULL}", since=1.0, cause="store")
     other = pb.Waiting(who="node-1", what="step 3 needs 2 more prompts", since=1.0, cause="groups")
     answers = [
@@ -88,6 +88,7 @@ async def test_the_command_prints_which_node_cannot_write_and_when_it_can_again(
     asking.cancel()
     with pytest.raises(asyncio.CancelledError):
         await asking
+    lines = printed.getvalue().splitlines()
     assert len(lines) == 2, lines
     assert lines[0] == f"waiting: node-0: node-0 cannot write to the store: {FULL}"
     assert lines[1].startswith("waiting: node-0 recovered after")
