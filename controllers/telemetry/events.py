@@ -272,9 +272,9 @@ def _shards(before: JobMirror, new: Assignment) -> Derived:
     if old is not None and len(old.owners) == len(new.owners):
         moved = sum(old.owner(shard) != new.owner(shard) for shard in range(len(new.owners)))
     shares = {node_of(member): list(new.shards_of(member)) for member in new.members}
-    spread = ", ".join(f"{node} {len(shards)}" for node, shards in sorted(shares.items()))
-    what = f"{moved} shards moved" if old is not None else "shards assigned"
-    return "shards", f"{what}: {spread}", {"moved": moved, "shares": shares}
+    spread = ", ".join(f"{node} has {len(shards)}" for node, shards in sorted(shares.items()))
+    what = f"{moved} of {len(new.owners)} prompt shards moved; now " if old is not None else "prompt shards assigned: "
+    return "shards", f"{what}{spread}", {"moved": moved, "shares": shares}
 
 
 def _registered(new: Sequence[Checkpoint]) -> Iterator[Derived]:
@@ -284,10 +284,10 @@ def _registered(new: Sequence[Checkpoint]) -> Iterator[Derived]:
         last = earlier[-1]
         data = {"step": last.step, "lineage": last.lineage, "file": last.file, "count": len(earlier)}
         many = "1 checkpoint" if len(earlier) == 1 else f"{len(earlier)} checkpoints"
-        yield "checkpoint", f"{many} up to step {last.step} registered before the newest {MOST_CHECKPOINTS}", data
+        yield "checkpoint", f"{many} up to step {last.step} saved before the newest {MOST_CHECKPOINTS}", data
     for one in new[-MOST_CHECKPOINTS:]:
         data = {"step": one.step, "lineage": one.lineage, "file": one.file}
-        yield "checkpoint", f"checkpoint of step {one.step} registered", data
+        yield "checkpoint", f"step {one.step} is saved; a restart can begin from it", data
 
 
 def _moves(before: Moves, after: Moves) -> Iterator[Derived]:

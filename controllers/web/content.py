@@ -351,7 +351,9 @@ class PageContent:
         known = runner is not None and runner.mirror.job is not None and runner.mirror.status is not None
         mirror = runner.mirror if runner is not None and known else await self._jobs.mirror(uid)
         if mirror.job is None or not may_see(mirror.job.record.namespace):
-            raise NotFound(f"there is no job {uid[:40]!r}", fix="Choose a job from the list of jobs")
+            raise NotFound(
+                f"there is no job {uid[:40]!r}", fix="Choose a job from the list on the page, or from `gcore list`"
+            )
         return mirror
 
     def _waiting(self, uid: str) -> list[Tree]:

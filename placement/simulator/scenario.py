@@ -82,7 +82,7 @@ class ScenarioTraining(_Section):
 
 
 class ScenarioLoss(_Section):
-    """A loss of slots: `slots` slots are absent from step `at` until before step `until`."""
+    """A number of slots (`slots`) that the simulated cluster lacks from step `at` up to, not including, step `until`."""
 
     at: Annotated[StepNumber, Field(ge=1)]
     until: Annotated[StepNumber, Field(ge=1)]

@@ -51,7 +51,7 @@ Told = TypeVar("Told")
 
 
 app = command_group(
-    "Show which slot serves which pool, why, and the effect of each move; or pin parts of the placement.",
+    "Show which slots (accelerators) serve generation, judges and training, and why they moved; or pin their numbers.",
     examples(
         "gcore placement show arithmetic",
         "gcore placement explain arithmetic --last 3",

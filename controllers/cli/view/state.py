@@ -521,9 +521,10 @@ def _shards(state: ViewState, event: JobEvent) -> ViewState:
     owned = {shard: name for name, shards in shares.items() for shard in shards}
     moved = frozenset(shard for shard, name in owned.items() if before and before.get(shard) != name)
     count = max(owned, default=-1) + 1
-    counts = ", ".join(f"{name} {len(shards)}" for name, shards in sorted(shares.items()))
+    counts = ", ".join(f"{name} has {len(shards)}" for name, shards in sorted(shares.items()))
     state = replace(state, moved=moved, moved_at=event.time, shard_count=max(state.shard_count, count))
-    return state._logged(event, f"{len(moved)} shards moved: {counts}" if before else f"shards assigned: {counts}")
+    what = f"{len(moved)} of {count} prompt shards moved; now " if before else "prompt shards assigned: "
+    return state._logged(event, what + counts)
 
 
 def _member(state: ViewState, event: JobEvent) -> ViewState:

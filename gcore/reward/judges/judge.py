@@ -398,7 +398,8 @@ class Judge:
             return error
 
     def forget(self, ref: PromptRef) -> None:
-        """Clear cached failures for this prompt, before it is sampled again."""
+        """Forget the questions about this prompt that no judge could answer, so that they are sent again when the prompt is
+        sampled again."""
         for key in self._in_vain.pop(ref, ()):
             self._remembered.forget(key)
 

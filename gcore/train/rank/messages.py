@@ -208,8 +208,8 @@ def _group(part: pb.GroupPart, sender: str) -> TrainGroup:
 def _sample(sample: pb.SamplePart, digest: bytes, where: str) -> TrainSample:
     if len(sample.token_ids) % 4 or len(sample.token_ids) != len(sample.logprobs):
         raise FeedDamaged(
-            f"sample {sample.index} has {len(sample.token_ids)} bytes of token ids and "
-            f"{len(sample.logprobs)} of log-probabilities",
+            f"sample {sample.index} has {len(sample.token_ids)} bytes of token ids and {len(sample.logprobs)} bytes of "
+            "log-probabilities; both must have 4 bytes for each token",
             where=where,
         )
     own = sample_digest(

@@ -81,14 +81,14 @@ def test_the_plain_view_is_one_line_for_each_event_and_answers_before_and_after(
     printed = [line for before, one in states() for line in view_plain.event_lines(before, one)]
     assert printed == [
         "state: RUNNING: started",
-        "shards: shards assigned: node-0 4, node-1 4",
+        "shards: prompt shards assigned: node-0 has 4, node-1 has 4",
         "eval: accuracy 45.1% on 500 held-out prompts after step 0",
         "  47+8= → 55  correct",
         "  9+9= → \\x1b[2J17  incorrect, expected 18",
         "step 1/3 reward 0.620 accuracy 0.451 length 3.1 812 tok/s generate 0.31s transfer 0.02s "
         "train 0.44s weight sync 0.10s groups node-0:16 node-1:16 filtered 2 failed 1",
         "member: node-1 is gone",
-        "shards: 4 shards moved: node-0 8",
+        "shards: 4 of 8 prompt shards moved; now node-0 has 8",
         "step 2/3 reward - accuracy 0.451 length -",
         "eval: accuracy 60.0% on 500 held-out prompts after step 2",
         "step 3/3 reward 0.620 accuracy 0.600 length 3.1 812 tok/s generate 0.31s transfer 0.02s "
@@ -125,7 +125,18 @@ def test_the_plain_view_prints_nothing_for_an_event_that_came_before():
 
 def test_the_live_view_shows_the_run():
     text = drawn(final().observe(JobSnapshot("sums", "u1", "SUCCEEDED")))
-    for part in ("sums", "SUCCEEDED", "step 3/3", "94.0%", "0.620", "812", "node-0", "gone", "47+8=", "4 shards moved"):
+    for part in (
+        "sums",
+        "SUCCEEDED",
+        "step 3/3",
+        "94.0%",
+        "0.620",
+        "812",
+        "node-0",
+        "gone",
+        "47+8=",
+        "4 of 8 prompt shards moved",
+    ):
         assert part in text
     assert "\x1b[2J" not in text
 

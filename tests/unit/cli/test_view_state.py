@@ -129,7 +129,7 @@ def test_when_a_controller_dies_its_shards_are_seen_to_move():
     state = state.apply(JobEvent(3, 3.0, "shards", data={"shares": {"node-0": [0, 1, 2, 3]}}))
     assert state.nodes == (NodeView("node-0", True, (0, 1, 2, 3)), NodeView("node-1", False, ()))
     assert (state.moved, state.moved_at) == ({2, 3}, 3.0)
-    assert [line.text for line in state.log][1:] == ["node-1 is gone", "2 shards moved: node-0 4"]
+    assert [line.text for line in state.log][1:] == ["node-1 is gone", "2 of 4 prompt shards moved; now node-0 has 4"]
 
 
 def test_a_rollback_takes_back_steps_groups_and_evaluations():

@@ -184,7 +184,7 @@ def test_a_job_with_many_checkpoints_is_told_to_its_end_by_a_daemon_that_begins_
     check(list(log.events), log)
     assert [event.kind for event in log.events] == ["checkpoint"] * (MOST_CHECKPOINTS + 1) + ["warning", "state"]
     summed_up = log.events[0]
-    assert summed_up.message == "32 checkpoints up to step 31 registered before the newest 8"
+    assert summed_up.message == "32 checkpoints up to step 31 saved before the newest 8"
     assert summed_up.data == {"step": 31, "lineage": 0, "file": "checkpoints/0-31", "count": 32}
     assert [event.kind for event in log.after(log.events[-2].sequence)] == ["state"]
 

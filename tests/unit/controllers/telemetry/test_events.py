@@ -83,8 +83,8 @@ def test_two_checkpoints_in_one_batch_give_one_event_each() -> None:
     both = [checkpoints(1, revision=5), checkpoints(1, 2, revision=6)]
     alone = told([[both[0]], [both[1]]])
     assert [message for _, message in alone] == [
-        "checkpoint of step 1 registered",
-        "checkpoint of step 2 registered",
+        "step 1 is saved; a restart can begin from it",
+        "step 2 is saved; a restart can begin from it",
     ]
     assert told([both]) == alone
 
@@ -98,7 +98,7 @@ def test_overwritten_records_do_not_change_the_numbers_of_others() -> None:
     shares = put(KEYS.assign, Assignment(members=("node-0.a",), owners=(0, 0)).encode(), 4)
     in_time, late = told([[shares, state, log]]), told([[state, log]])
     assert late == in_time[:2]
-    assert [message.partition(" ")[0] for _, message in in_time] == ["restarted", "RUNNING:", "shards"]
+    assert [message.partition(" ")[0] for _, message in in_time] == ["restarted", "RUNNING:", "prompt"]
 
 
 def test_a_follower_goes_on_after_the_last_number_it_saw() -> None:
@@ -227,8 +227,8 @@ def test_resumed_follower_does_not_get_summarized_events_again() -> None:
     """Found later in one record, two checkpoints have other numbers than when each was registered."""
     listed = heard([[checkpoints(1, 2, revision=9), put(KEYS.log(0), changes()[2].kv.value, 10)]], reset=True)
     assert [event.message for event in listed.after(0)] == [
-        "checkpoint of step 1 registered",
-        "checkpoint of step 2 registered",
+        "step 1 is saved; a restart can begin from it",
+        "step 2 is saved; a restart can begin from it",
     ]
     assert listed.after(100, goes_on=True) == []
 
