@@ -203,7 +203,7 @@ async def test_cores_that_are_not_to_be_had_are_a_failure_that_names_them(node: 
     spec = node.spec(SERVE, slot="cpu:4000-4001", cpus=(4000, 4001))
     node.start(spec)
     failed = await node.shown(spec, "failed")
-    assert "cores of cpu:4000-4001" in failed.reason
+    assert "cpu:4000-4001" in failed.reason
     assert failed.child_pid is None
 
 
