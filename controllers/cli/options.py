@@ -119,7 +119,7 @@ New = Annotated[
     bool, typer.Option("--new", help="Always create a new job. An unfinished job of the same name is cancelled.")
 ]
 Plain = Annotated[bool, typer.Option("--plain", help="Print lines instead of the live view.")]
-Format = Annotated[Output, typer.Option("--output", "-o", help="Output format.")]
+Format = Annotated[Output, typer.Option("--output", "-o", help="Output format: table, json or yaml.")]
 SpecFile = Annotated[Path, typer.Argument(metavar="SPEC", help="A job spec (YAML file).")]
 
 JobName = Annotated[

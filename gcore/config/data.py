@@ -79,7 +79,7 @@ class SamplingSpec(Section):
         None, description="Drop tokens below this fraction of the likeliest token's probability"
     )
     max_new_tokens: PositiveInt | None = Field(
-        None, description="Longest response, in tokens. In training at most rollout.max_new_tokens"
+        None, description="Maximum length of a response, in tokens. In training at most rollout.max_new_tokens"
     )
     stop: tuple[StopString, ...] | None = Field(None, description="Strings that end a response")
 
@@ -249,10 +249,12 @@ class EvalSetSpec(SourceSpec):
     top_p: TopP | None = Field(None, description=f"{TOP_P_HELP}. Default: eval.top_p")
     pass_k: PassK | None = Field(None, description=f"{PASS_K_HELP}. Default: eval.pass_k")
     max_new_tokens: PositiveInt | None = Field(
-        None, description="Longest response, in tokens. Default: eval.max_new_tokens"
+        None, description="Maximum length of a response, in tokens. Default: eval.max_new_tokens"
     )
     threshold: Threshold | None = Field(None, description=f"{THRESHOLD_HELP}. Default: eval.threshold")
-    limit: PositiveInt | None = Field(None, description="Most prompts of this set to evaluate. Default: eval.limit")
+    limit: PositiveInt | None = Field(
+        None, description="Maximum number of prompts of this set to evaluate. Default: eval.limit"
+    )
 
     @model_validator(mode="after")
     def _nothing_is_said_that_is_not_heeded(self) -> EvalSetSpec:
@@ -282,7 +284,7 @@ class EvalSpec(SourcesSection):
     every: PositiveInt | None = Field(
         None, description="Steps between evaluations. The model is always evaluated after the last step"
     )
-    limit: PositiveInt = Field(1000, description="Most prompts of each set to evaluate")
+    limit: PositiveInt = Field(1000, description="Maximum number of prompts of each set to evaluate")
     samples: Samples = Field(1, description=SAMPLES_HELP)
     temperature: EvalTemperature = Field(0.0, description=TEMPERATURE_HELP)
     top_p: TopP = Field(1.0, description=TOP_P_HELP)

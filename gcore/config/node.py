@@ -40,11 +40,11 @@ class ApiConfig(Section):
     reflection: bool = Field(False, description="Enable gRPC server reflection for tools such as grpcurl")
     streams: Annotated[int, Field(ge=1, le=100_000)] = Field(
         512,
-        description="Most concurrent streams (events, logs, metrics, samples, slot accounting). Further streams are rejected",
+        description="Maximum number of concurrent streams (events, logs, metrics, samples, slot accounting). Further streams are rejected",
     )
     calls: Annotated[int, Field(ge=16, le=100_000)] = Field(
         4096,
-        description="Most concurrent calls and streams of users; one user gets at most half. Further calls are rejected",
+        description="Maximum number of concurrent calls and streams of users; one user gets at most half. Further calls are rejected",
     )
 
 

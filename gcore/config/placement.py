@@ -33,7 +33,7 @@ class SchedulingSpec(Section):
     slots_max: PositiveInt | None = Field(
         None,
         le=MOST_SLOTS,
-        description="Most slots the job uses. Default: all slots that no other job is entitled to",
+        description="Maximum number of slots the job uses. Default: all slots that no other job is entitled to",
     )
 
     @model_validator(mode="after")

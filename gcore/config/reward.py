@@ -103,7 +103,7 @@ class RewardSpec(Section):
         "sum of the other parts. min: the smallest weight times value",
     )
     timeout_s: PositiveFloat = Field(
-        10.0, le=3600, description="Longest time to score one response, in seconds; with a batch reward, one group"
+        10.0, le=3600, description="Maximum time to score one response, in seconds; with a batch reward, one group"
     )
     timeout_value: Annotated[float, Field(ge=-LARGEST_REWARD, le=LARGEST_REWARD)] | None = Field(
         None,
@@ -191,7 +191,7 @@ class ScoringSpec(Section):
     workers: PositiveInt = Field(1, le=256, description="Processes on each node. Each scores one response at a time")
     memory_mb: PositiveInt = Field(4096, ge=64, le=1 << 30, description="Memory limit of one process, in MiB")
     start_timeout_s: PositiveFloat = Field(
-        120.0, le=3600, description="Longest time for a process to load the rewards, in seconds"
+        120.0, le=3600, description="Maximum time for a process to load the rewards, in seconds"
     )
 
 
@@ -221,7 +221,7 @@ class JudgeModel(Section):
     )
     trust_remote_code: bool = Field(False, description="Run Python code from the model's folder. Read that code first")
     max_length: PositiveInt | None = Field(
-        None, description="Longest input plus output, in tokens. Default: the model's own limit"
+        None, description="Maximum length of input plus output, in tokens. Default: the model's own limit"
     )
 
 
@@ -235,7 +235,7 @@ class JudgeServing(Section):
         le=MOST_SLOTS,
         description="Engines of this judge in the cluster. Default: one on each slot of the reward pool",
     )
-    batch_slots: PositiveInt = Field(64, description="Most sequences that an engine decodes at once")
+    batch_slots: PositiveInt = Field(64, description="Maximum number of sequences that an engine decodes at once")
     cache_tokens: PositiveInt | None = Field(
         None, description="Size of an engine's KV cache, in tokens. Default: from the free memory"
     )
@@ -291,9 +291,9 @@ class ExternalJudge(Section):
         description="Where controllers find the API key: env:NAME (an environment variable) or file:/PATH. Never the key itself",
     )
     requests_per_s: Annotated[float, Field(ge=LEAST_RATE)] = Field(
-        10.0, description="Most requests per second from the whole cluster"
+        10.0, description="Maximum number of requests per second from the whole cluster"
     )
-    in_flight: PositiveInt = Field(32, description="Most requests in flight from one controller")
+    in_flight: PositiveInt = Field(32, description="Maximum number of requests in flight from one controller")
     price_in: Annotated[float, Field(ge=0)] = Field(0.0, description="Price of a million input tokens")
     price_out: Annotated[float, Field(ge=0)] = Field(0.0, description="Price of a million output tokens")
     most_cost: PositiveFloat | None = Field(
@@ -416,7 +416,7 @@ class JudgeSpec(Section):
         description="Sampling temperature. 0: greedy. Above 0: sampled, with a separate seed for each vote",
     )
     top_p: Annotated[float, Field(gt=0, le=1)] = Field(1.0, description="Nucleus sampling")
-    max_new_tokens: PositiveInt = Field(256, description="Longest output, in tokens")
+    max_new_tokens: PositiveInt = Field(256, description="Maximum length of an output, in tokens")
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = Field((), description="Strings that end the output")
     votes: Annotated[int, Field(ge=1, le=MOST_VOTES)] = Field(
         1, description="Outputs per input. The verdict is the mean of those that can be parsed"
@@ -438,7 +438,8 @@ class JudgeSpec(Section):
         10_000, description="Inputs whose verdicts each controller caches. The same input is not sent again"
     )
     queue: PositiveInt = Field(
-        1024, description="Most open inputs of one controller. At the limit the controller starts no further prompts"
+        1024,
+        description="Maximum number of open inputs of one controller. At the limit the controller starts no further prompts",
     )
 
     @model_validator(mode="after")

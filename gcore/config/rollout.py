@@ -35,7 +35,7 @@ class RolloutSpec(Section):
         "train.correction_band and zero outside. mis: as icepop, and tokens outside do not count in the denominator. decoupled: "
         "weight without a cap, and clip around the policy at the start of the step",
     )
-    max_new_tokens: PositiveInt = Field(description="Longest response, in tokens")
+    max_new_tokens: PositiveInt = Field(description="Maximum length of a response, in tokens")
     min_new_tokens: Annotated[int, Field(ge=0)] = Field(0, description="Shortest response, in tokens")
     stop: tuple[StopString, ...] = Field((), description="Strings that end a response")
     stop_token_ids: tuple[Annotated[int, Field(ge=0)], ...] = Field((), description="Tokens that end a response")
@@ -58,8 +58,8 @@ class RolloutSpec(Section):
         False,
         description="Generate the same tokens regardless of what else is in an engine's batch. Slower; torch engine only",
     )
-    concurrency: PositiveInt = Field(256, description="Most groups in flight per controller")
-    batch_slots: PositiveInt = Field(256, description="Most sequences that an engine decodes at once")
+    concurrency: PositiveInt = Field(256, description="Maximum number of groups in flight per controller")
+    batch_slots: PositiveInt = Field(256, description="Maximum number of sequences that an engine decodes at once")
     cache_tokens: PositiveInt | None = Field(
         None, description="Size of an engine's KV cache, in tokens. Default: from the free memory"
     )
@@ -69,13 +69,13 @@ class RolloutSpec(Section):
     engine_args: tuple[str, ...] = Field((), description="Additional command-line arguments of the SGLang server")
     staleness: Annotated[int, Field(ge=0, le=64)] = Field(
         0,
-        description="Most steps between the weights that generated a token and the step that trains it. 0: strictly on-policy. "
+        description="Maximum number of steps between the weights that generated a token and the step that trains it. 0: strictly on-policy. "
         "From 1 on, groups that a step leaves over are carried into the next steps; this needs `correction` or "
         "train.old_logprobs: engine",
     )
     over_provision: Annotated[float, Field(ge=1)] | None = Field(
         None,
-        description="Most groups offered or in flight at once, as a multiple of a step's groups. The step closes when enough groups "
+        description="Maximum number of groups offered or in flight at once, as a multiple of a step's groups. The step closes when enough groups "
         "are finished; the rest carries over into the next steps. 1: off. null: staleness + 1, the maximum",
     )
     order: Literal["stream", "longest_first"] = Field(
@@ -89,7 +89,7 @@ class RolloutSpec(Section):
         "the tokens that these are still expected to need",
     )
     timeout_s: Annotated[float, Field(ge=0.1)] = Field(
-        120.0, description="Longest wait for one group, in seconds. Then the group goes to another engine"
+        120.0, description="Maximum wait for one group, in seconds. Then the group goes to another engine"
     )
     told_every: Annotated[int, Field(ge=0)] | None = Field(
         None,
@@ -161,10 +161,10 @@ class ToolsSpec(Section):
     timeout_s: PositiveFloat = Field(
         5.0,
         le=3600,
-        description="Longest time of one call, in seconds. Then the model gets an error and the process is replaced",
+        description="Maximum time of one call, in seconds. Then the model gets an error and the process is replaced",
     )
     memory_mb: PositiveInt = Field(1024, ge=64, le=1 << 30, description="Memory limit of one process, in MiB")
-    start_timeout_s: PositiveFloat = Field(60.0, le=3600, description="Longest time to load the tools, in seconds")
+    start_timeout_s: PositiveFloat = Field(60.0, le=3600, description="Maximum time to load the tools, in seconds")
 
     @field_validator("names")
     @classmethod
@@ -190,17 +190,17 @@ class EnvironmentSpec(Section):
     options: dict[str, Option] = Field({}, description="Settings of the environment, by name")
     tools: ToolsSpec = ToolsSpec()
     max_turns: PositiveInt = Field(
-        8, le=MOST_TURNS, description="Most model turns in one response. A longer response is cut off"
+        8, le=MOST_TURNS, description="Maximum number of model turns in one response. A longer response is cut off"
     )
     max_tokens: PositiveInt | None = Field(
         None,
-        description="Longest response including the environment's text, in tokens. max_new_tokens limits the model's own tokens. "
+        description="Maximum length of a response including the environment's text, in tokens. max_new_tokens limits the model's own tokens. "
         "Default: twice max_new_tokens",
     )
     step_timeout_s: PositiveFloat = Field(
         60.0,
         le=3600,
-        description="Longest time for one answer of the environment, in seconds. Includes tool calls, but not the wait for a free tool "
+        description="Maximum time for one answer of the environment, in seconds. Includes tool calls, but not the wait for a free tool "
         "process",
     )
     on_error: Literal["fail_group", "retry"] = Field(
@@ -226,12 +226,12 @@ class AgentSpec(Section):
     workers: PositiveInt = Field(8, le=1024, description="Agent processes on each node. Each runs one agent at a time")
     memory_mb: PositiveInt = Field(2048, ge=64, le=1 << 30, description="Memory limit of one process, in MiB")
     start_timeout_s: PositiveFloat = Field(
-        60.0, le=3600, description="Longest time to load the agent's package, in seconds"
+        60.0, le=3600, description="Maximum time to load the agent's package, in seconds"
     )
     time_limit_s: PositiveFloat = Field(
         300.0,
         le=86400,
-        description="Longest total time of one agent run, in seconds, not counting the time it waits for the policy",
+        description="Maximum total time of one agent run, in seconds, not counting the time it waits for the policy",
     )
     max_turns: PositiveInt = Field(
         16, le=MOST_TURNS, description="Maximum number of policy calls in one response. One more call ends the response"

@@ -75,7 +75,8 @@ class SamplesSpec(Section):
     )
     keep: PositiveInt = Field(50, description="Newest steps whose samples are kept")
     characters: PositiveInt = Field(
-        20_000, description="Longest prompt or response kept, in characters. Longer text is cut and marked"
+        20_000,
+        description="Maximum length of a stored prompt or response, in characters. Longer text is cut and marked",
     )
 
     def due(self, step: int) -> bool:
@@ -95,7 +96,7 @@ class ModelSpec(Section):
         False, description="Apply the tokenizer's chat template to prompts; false: prompts are plain text"
     )
     max_length: PositiveInt | None = Field(
-        None, description="Longest prompt plus response, in tokens. Default: the model's own limit"
+        None, description="Maximum length of prompt plus response, in tokens. Default: the model's own limit"
     )
 
 

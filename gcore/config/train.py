@@ -302,7 +302,7 @@ class TrainSpec(Section):
     )
     start_limit_s: PositiveFloat = Field(
         600.0,
-        description="Longest start of a train rank, in seconds; after that the start has failed. The first rank reads the whole checkpoint "
+        description="Maximum start time of a train rank, in seconds; after that the start has failed. The first rank reads the whole checkpoint "
         "while the others wait, so allow more for hundreds of gigabytes on a slow disk",
     )
 
@@ -383,12 +383,12 @@ class FlowSpec(Section):
     samples_per_prompt: PositiveInt = Field(8, description="Responses in a group")
     issue_cap: Annotated[float, Field(ge=1, le=16)] = Field(
         4.0,
-        description="Most prompts sampled at once per group that the step still needs. Within this limit, the number follows how many "
+        description="Maximum number of prompts sampled at once per group that the step still needs. Within this limit, the number follows how many "
         "prompts recent steps used per kept group. 1: as many as needed",
     )
     max_prompts_per_step: PositiveInt | Literal["auto"] | None = Field(
         "auto",
-        description=f"Most prompts that one step may use up. auto: {LIMIT_QUOTAS} times groups_per_step, at least "
+        description=f"Maximum number of prompts that one step may use up. auto: {LIMIT_QUOTAS} times groups_per_step, at least "
         f"{LEAST_LIMIT}. null: no limit",
     )
     on_limit: OnLimit = Field(
@@ -401,7 +401,8 @@ class FlowSpec(Section):
         description="Filters in order. A group must pass all of them; the first filter that rejects it gives the reason",
     )
     max_reissues: PositiveInt = Field(
-        8, description="Most times a prompt is sampled again after a failure, before its outcome is failed"
+        8,
+        description="Maximum number of times that a prompt is sampled again after a failure, before its outcome is failed",
     )
 
     @model_validator(mode="after")
