@@ -119,7 +119,7 @@ test-deploy: setup $(DEPLOY_STAMP) ## The files of deploy/ by Helm's, Kubernetes
 	@$(TOOLS) install test-deploy
 	@GCORE_DEPLOY_PYTHON=$(abspath $(DEPLOY_VENV))/bin/python $(BIN)/python -m pytest -m "deploy" tests/unit tests/integration $(PYTEST_ARGS)
 
-test-docs: prepare prepare-judge ## Each command of the documents that no other test runs, on a real and an emulated cluster: about ten minutes
+test-docs: prepare prepare-judge ## Each command of the documents that no other test runs, on a real and an emulated cluster: about 13 minutes
 	@$(TOOLS) install test
 	@$(BIN)/gcore prepare calculator --to .cache/examples/calculator
 	@$(TEST_ENV) $(BIN)/python -m pytest -m "documents" tests/integration/cli/test_documented_commands.py $(PYTEST_ARGS)

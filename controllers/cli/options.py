@@ -64,9 +64,10 @@ def _ask(
     """Query the cluster with `what` for a shell completion: (name, description) pairs; empty on an error or after
     `WITHIN_S` seconds."""
     from gcore.client.calls import WaitPolicy
+    from gcore.config.local_cluster import local_home
 
     address = context.params.get("address") or os.environ.get("GCORE_ADDRESS")
-    home = Path(context.params.get("home") or os.environ.get("GCORE_HOME") or ".gcore")
+    home = local_home(context.params.get("home"))
 
     async def soon(client: JobsClient) -> list[tuple[str, str]]:
         return await asyncio.wait_for(what(client), WITHIN_S)

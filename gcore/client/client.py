@@ -46,6 +46,7 @@ from gcore.client.models import (
     parse_line,
     parse_node,
 )
+from gcore.config.local_cluster import local_home
 from gcore.errors import UsageError
 from gcore.observability.events import JobEvent
 from gcore.system.clock import Clock, SystemClock
@@ -63,12 +64,13 @@ class AsyncClient:
         self,
         address: str | Sequence[str] | None = None,
         *,
-        home: str | Path = ".gcore",
+        home: str | Path | None = None,
         patience: WaitPolicy | None = None,
         clock: Clock | None = None,
     ) -> None:
-        """`address`: host:port of one or several controllers. Raises UsageError; raises Unreachable if no cluster is known."""
-        found = find_cluster(address, Path(home), os.environ)
+        """`address`: host:port of one or several controllers. `home`: folder of the local cluster; None: GCORE_HOME, else
+        `.gcore`. Raises UsageError; raises Unreachable if no cluster is known."""
+        found = find_cluster(address, local_home(home), os.environ)
         self.jobs = JobsClient(
             found.addresses,
             clock=clock or SystemClock(),
@@ -324,7 +326,7 @@ class Client:
         self,
         address: str | Sequence[str] | None = None,
         *,
-        home: str | Path = ".gcore",
+        home: str | Path | None = None,
         patience: WaitPolicy | None = None,
     ) -> None:
         """Arguments as in `AsyncClient`."""
@@ -418,5 +420,7 @@ class Client:
         self._loop.close()
 
 
-async def _made(address: str | Sequence[str] | None, home: str | Path, patience: WaitPolicy | None) -> AsyncClient:
+async def _made(
+    address: str | Sequence[str] | None, home: str | Path | None, patience: WaitPolicy | None
+) -> AsyncClient:
     return AsyncClient(address, home=home, patience=patience)

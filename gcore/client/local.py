@@ -39,7 +39,7 @@ from gcore.client.client import Client
 from gcore.client.function_source import check_is_function, function_name, function_source
 from gcore.client.models import Job, Listing, html_table
 from gcore.config.load import YamlNotPlain, apply_overrides, dump_explicit, load_spec, new_spec, read_plain
-from gcore.config.local_cluster import LocalClusterState
+from gcore.config.local_cluster import LocalClusterState, local_home
 from gcore.errors import GcoreError, JobFailed, SpecError, UsageError, explain_os_errors
 from gcore.ledger.records.job import METRICS_FILE
 from gcore.observability.events import JobEvent
@@ -76,7 +76,7 @@ class LocalCluster:
     """
 
     def __init__(
-        self, home: str | Path = ".gcore", *, controllers: int | None = None, slots: str | None = None
+        self, home: str | Path | None = None, *, controllers: int | None = None, slots: str | None = None
     ) -> None:
         """`controllers`: number of daemons; `slots`: as for `gcore up`, such as "cpu:2". Raises GcoreError if it cannot start."""
         self.home = _home(home)
@@ -160,7 +160,7 @@ def run(
     *,
     reward: RewardFunction | Sequence[RewardFunction] | None = None,
     set: Sequence[str] = (),
-    home: str | Path = ".gcore",
+    home: str | Path | None = None,
     new: bool = False,
     progress: bool = True,
 ) -> LocalRun:
@@ -547,8 +547,8 @@ def _running(home: Path) -> tuple[int, int] | None:
     return None if state is None else (state.etcd.pid, state.etcd.started)
 
 
-def _home(home: str | Path) -> Path:
-    return Path(home).expanduser().absolute()
+def _home(home: str | Path | None) -> Path:
+    return local_home(home).expanduser().absolute()
 
 
 def _print(line: str) -> None:

@@ -25,6 +25,11 @@ KEY_FILE = "owner.key"
 name plug-in files."""
 
 
+def local_home(home: str | Path | None) -> Path:
+    """Return the folder of the local cluster: `home`, else the environment variable GCORE_HOME, else `.gcore`."""
+    return Path(home or os.environ.get("GCORE_HOME") or ".gcore")
+
+
 class _Process(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 

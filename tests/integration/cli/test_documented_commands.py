@@ -173,6 +173,12 @@ def run_of_sorting(checkout: Checkout, clusters: Clusters) -> None:
     shutil.copy(clusters.run_folder / "metrics.jsonl", checkout.folder)
 
 
+def cluster_in_the_checkout(checkout: Checkout, clusters: Clusters) -> None:
+    """The home folder of the page's own cluster is the checkout's, with the run folder of `sorting`."""
+    checkout.own_cluster = checkout.folder / ".gcore"
+    run_of_sorting(checkout, clusters)
+
+
 def package_mine(checkout: Checkout, clusters: Clusters) -> None:
     """The package of the page beside the checkout."""
     mine = checkout.folder.parent / "mine"
@@ -191,7 +197,7 @@ PREPARED: dict[str, Callable[[Checkout, Clusters], None]] = {
     "docs/use/judges.md": job_with_a_checkpoint,
     "docs/use/plugins.md": package_mine,
     "docs/use/reading-a-run.md": run_of_sorting,
-    "docs/use/troubleshooting.md": run_of_sorting,
+    "docs/use/troubleshooting.md": cluster_in_the_checkout,
 }
 """What pages suppose to be there."""
 JOBS = {"docs/use/judges.md": "costly"}
@@ -221,14 +227,21 @@ def typed_here(command: Typed, checkout: Checkout, clusters: Clusters) -> str:
         r"/(tmp|secure)/": f"{checkout.folder.parent}/",
         r"checkpoints/0-24\b": f"checkpoints/0-{STEPS}",
     }
+    if (own := LocalClusterState.load(checkout.own_cluster)) is not None:
+        words[r"127\.0\.0\.1:2379\b"] = own.etcd.endpoint
     for pattern, word in words.items():
         text = re.sub(pattern, word, text)
     return shortened(text)
 
 
+def shown_here(command: Typed) -> tuple[str, ...]:
+    """The lines that the page shows below the command, with the names of this test's nodes."""
+    return tuple(re.sub(r"\bgpu-7\b", "node-1", line) for line in command.printed)
+
+
 def home_of(command: Typed, checkout: Checkout, clusters: Clusters) -> str:
     """The cluster on which a command runs: one of its own if the command starts it."""
-    if "--slots" in command.text or command.page == "docs/use/troubleshooting.md":
+    if "--slots " in command.text or command.page == "docs/use/troubleshooting.md":
         return str(checkout.own_cluster)
     if ON_A_RUNNING_JOB.search(command.text) and command.page not in JOBS:
         return clusters.emulated.home
@@ -255,7 +268,7 @@ def test_each_command_of_a_page_ends_with_0_and_prints_what_the_page_shows(
                 text = typed_here(command, checkout, clusters)
                 printed = checkout.run(text, {"GCORE_HOME": home_of(command, checkout, clusters)})
                 compared = command.printed and page not in DRAWN_AT_RANDOM
-                wrong = mismatch(command.printed, printed) if compared else None
+                wrong = mismatch(shown_here(command), printed) if compared else None
                 assert wrong is None, f"{text} does not print {wrong!r}:\n{printed}"
             walk.passed(command)
 

@@ -15,7 +15,7 @@ import gcore
 from gcore.client.local import LocalCluster, LocalRun, _prepare
 from gcore.client.local import _line as progress_line
 from gcore.client.models import Job
-from gcore.errors import UsageError
+from gcore.errors import Unreachable, UsageError
 from gcore.observability.events import JobEvent
 from gcore.observability.samples import KeptGroup, KeptSample, KeptText, write_samples
 from gcore.types import PromptRef, Version
@@ -240,3 +240,22 @@ def test_samples_are_plain_objects_of_the_newest_step_or_of_a_given_one(under_wa
 def test_a_line_of_progress_has_the_reward_and_no_control_codes() -> None:
     event = JobEvent(1, 0.0, "step", "step 3 committed\nmore", {"step": 3, "stats": {"reward": 0.25}, "failed": 2})
     assert progress_line(event) == "step: step 3 committed (reward 0.250, 2 prompts failed)"
+
+
+def test_client_looks_for_the_cluster_in_home_then_in_gcore_home_then_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("GCORE_ADDRESS", "GCORE_CONTEXT", "GCORE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+
+    def searched(home: Path | None) -> str | None:
+        with pytest.raises(Unreachable) as found:
+            gcore.Client(home=home)
+        return found.value.where
+
+    assert searched(None) == str(tmp_path / ".gcore")
+    monkeypatch.setenv("GCORE_HOME", str(tmp_path / "elsewhere"))
+    assert searched(None) == str(tmp_path / "elsewhere")
+    assert searched(tmp_path / "given") == str(tmp_path / "given")
