@@ -13,6 +13,7 @@ import httpx
 import torch
 from transformers import AutoModelForCausalLM
 
+from gcore.rollout.client import EngineClient
 from gcore.testing.models import VOCABULARY
 
 CONTEXT = 40_000
@@ -104,6 +105,23 @@ async def post(http: httpx.AsyncClient, path: str, **body: Any) -> Any:
     response = await http.post(path, json=body)
     assert response.status_code == 200, response.text
     return response.json() if response.content else None
+
+
+async def until(client: EngineClient, **expected: int) -> None:
+    """Until the engine's numbers of running and waiting sequences are these; SGLang's are late, and come."""
+    while True:
+        info = await client.info()
+        if all(getattr(info, name) == value for name, value in expected.items()):
+            return
+        await asyncio.sleep(0.002)
+
+
+async def until_generating(client: EngineClient, beside: Streaming, running: int) -> None:
+    """Until `running` sequences, `beside` one of them, run and each has a token: `beside` gets some after that."""
+    await until(client, running=running)
+    assert beside.task is not None
+    assert not beside.task.done()
+    await beside.until(len(beside.parts[-1]["output_ids"]) + 60)
 
 
 async def parts_of(http: httpx.AsyncClient, **body: Any) -> list[dict[str, Any]]:

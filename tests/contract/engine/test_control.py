@@ -12,6 +12,7 @@ import pytest
 from engine_contract import (
     ENDLESS,
     FIRST,
+    SLOTS,
     Serving,
     begin,
     error_of,
@@ -22,6 +23,7 @@ from engine_contract import (
     reason,
     span_error,
     spans,
+    until_generating,
 )
 from engine_processes import engine_process
 
@@ -32,15 +34,6 @@ from gcore.types import Version
 
 TORCH_ONLY = pytest.mark.parametrize("serving", ["torch"], indirect=True)
 SECOND = "0.1"
-
-
-async def until(client: EngineClient, **expected: int) -> None:
-    """Until the torch engine's gauges, which are never late, say so."""
-    while True:
-        info = await client.info()
-        if all(getattr(info, name) == value for name, value in expected.items()):
-            return
-        await asyncio.sleep(0.002)
 
 
 def is_partial(answer: dict[str, Any]) -> bool:
@@ -66,13 +59,16 @@ async def test_an_abort_by_name_ends_only_what_it_names_with_its_tokens_so_far(h
     assert is_partial(await second.last())
 
 
-async def test_the_samples_of_a_batch_are_aborted_by_their_own_names(http: httpx.AsyncClient) -> None:
+async def test_the_samples_of_a_batch_are_aborted_by_their_own_names(
+    http: httpx.AsyncClient, client: EngineClient
+) -> None:
     running = asyncio.create_task(
         generate(http, input_ids=[[5], [6]], rid="b", sampling_params=ENDLESS, return_logprob=True)
     )
     beside = await begin(http, input_ids=[5], sampling_params=ENDLESS)
+    await until_generating(client, beside, running=3)
     await post(http, "/abort_request", rid="b_0")
-    await beside.until(300)
+    await until_generating(client, beside, running=2)
     assert not running.done()
     await post(http, "/abort_request", rid="b_1")
     assert all(is_partial(answer) for answer in await running)
@@ -80,12 +76,13 @@ async def test_the_samples_of_a_batch_are_aborted_by_their_own_names(http: httpx
 
 
 @TORCH_ONLY  # SGLang aborts nothing by a batch's name, and by "a" also what is called "ab"
-async def test_a_batch_is_aborted_by_its_name_and_nothing_by_the_beginning_of_its_own(http: httpx.AsyncClient) -> None:
+async def test_a_batch_is_aborted_by_its_name_and_nothing_by_the_beginning_of_its_own(
+    http: httpx.AsyncClient, client: EngineClient
+) -> None:
     longer = await begin(http, input_ids=[5], rid="nam", sampling_params=ENDLESS)
     running = asyncio.create_task(generate(http, input_ids=[[5], [6]], rid="name", sampling_params=ENDLESS))
     several = asyncio.create_task(generate(http, input_ids=[5], rid="n", sampling_params={**ENDLESS, "n": 2}))
-    while len(longer.parts[-1]["output_ids"]) < 50:
-        await longer.until(50)
+    await until_generating(client, longer, running=5)
     for name in ("na", "name", "n"):
         await post(http, "/abort_request", rid=name)
     for answer in [*await running, *await several]:
@@ -94,15 +91,18 @@ async def test_a_batch_is_aborted_by_its_name_and_nothing_by_the_beginning_of_it
 
 
 @TORCH_ONLY
-async def test_abort_ends_waiting_samples_too_and_reports_their_version(client: EngineClient) -> None:
+async def test_abort_ends_waiting_samples_too_and_reports_their_version(
+    http: httpx.AsyncClient, client: EngineClient
+) -> None:
     sampling = SamplingParams(temperature=1.0, max_new_tokens=10_000)
+    beside = await begin(http, input_ids=[5], sampling_params=ENDLESS)
     running = asyncio.create_task(client.generate(prompt(1, 5), sampling, seeds=range(40), rid="gone"))
-    await until(client, running=5)
+    await until_generating(client, beside, running=SLOTS)
     await client.abort("gone", 40)
     samples = await running
     assert {sample.finish_reason for sample in samples} == {"abort"}
     assert all(len(s.token_ids) == len(s.logprobs) < 10_000 for s in samples)
-    assert 5 <= sum(bool(sample.token_ids) for sample in samples) < 40
+    assert SLOTS - 1 <= sum(bool(sample.token_ids) for sample in samples) < 40
     assert all(sample.oldest == Version(0, 0) for sample in samples)
 
 
@@ -257,7 +257,7 @@ async def test_the_clients_update_under_load_is_told_in_spans(
     ids, sampling = prompt(8, 10), SamplingParams(temperature=1.0, max_new_tokens=10_000)
     running = asyncio.create_task(client.generate(ids, sampling, seeds=range(4), rid="load"))
     beside = await begin(changing, input_ids=ids, sampling_params=ENDLESS)
-    await beside.until(100)
+    await until_generating(client, beside, running=5)
     await client.update_weights(str(serving.weights[1]), Version(0, 1))
     assert (await client.info()).version == Version(0, 1)
     await beside.until(len(beside.parts[-1]["output_ids"]) + 100)

@@ -6,9 +6,20 @@ from typing import Any
 
 import httpx
 import pytest
-from engine_contract import CONTEXT, ENDLESS, Serving, begin, chosen, generate, plain_logprobs, post
+from engine_contract import (
+    CONTEXT,
+    ENDLESS,
+    Serving,
+    begin,
+    chosen,
+    generate,
+    plain_logprobs,
+    post,
+    until_generating,
+)
 
 from gcore.engines.detokenizer import Detokenizer
+from gcore.rollout.client import EngineClient
 
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
 CHAT = "/v1/chat/completions"
@@ -114,11 +125,11 @@ async def test_a_stop_string_is_not_told_not_even_its_beginning(http: httpx.Asyn
     assert pieces[-1]["matched_stop"] == stop
 
 
-async def test_an_aborted_chat_ends_with_what_it_has(http: httpx.AsyncClient) -> None:
+async def test_an_aborted_chat_ends_with_what_it_has(http: httpx.AsyncClient, client: EngineClient) -> None:
     marker = await begin(http, input_ids=[5], sampling_params=ENDLESS)
     asked = {"messages": QUESTION, "max_tokens": 10_000, "ignore_eos": True, "stream": True}
     running = asyncio.create_task(http.post(CHAT, json=asked))
-    await marker.until(300)
+    await until_generating(client, marker, running=2)
     await post(http, "/abort_request", abort_all=True)
     lines = [line.removeprefix("data: ") for line in (await running).text.splitlines() if line]
     assert json.loads(lines[-2])["choices"][0]["finish_reason"] == "abort"

@@ -86,13 +86,11 @@ async def test_requests_to_a_sleeping_engine_wait_until_all_of_it_is_awake(http:
 async def test_memory_is_not_taken_from_what_runs_and_is_once_that_was_aborted_with_its_tokens(
     http: httpx.AsyncClient,
 ) -> None:
-    running = asyncio.create_task(generate(http, input_ids=prompt(1, 8), sampling_params=LONG))
-    await until(http, running=1)
-    await asyncio.sleep(0.2)
+    running = await begin(http, input_ids=prompt(1, 8), sampling_params=LONG)
     assert (await http.post("/release_memory_occupation", json={"tags": ALL})).status_code == 400
     assert await released(http) == []
     await post(http, "/pause_generation", mode="abort")
-    partial = await running
+    partial = await running.last()
     assert reason(partial)["type"] == "abort"
     assert 0 < len(partial["output_ids"]) < LONG["max_new_tokens"]
     await post(http, "/release_memory_occupation", tags=ALL)
