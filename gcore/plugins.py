@@ -195,7 +195,10 @@ MOST_FILE_BYTES = 1 << 20
 CODE_FOLDER = "code"
 """Name of the folder for copies of plug-in files, in the run folder of a job."""
 
-_REFERENCE = re.compile(r"(?P<path>[^\0\n]*[^/\0\n]\.py):(?P<name>[A-Za-z_]\w*)")
+REFERENCE_PATTERN = r"([^\0\n]*[^/\0\n]\.py):([A-Za-z_]\w*)"
+"""Regular expression of a reference to a function in a file: the groups are the path and the name."""
+
+_REFERENCE = re.compile(REFERENCE_PATTERN)
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 
 SINGLE_NAMES = ("name", "advantage", "loss", "policy", "curriculum", "parser")
@@ -216,7 +219,7 @@ class PluginFile:
 def parse_plugin_file(reference: str) -> PluginFile | None:
     """Parse a reference `FILE.py:NAME`; None if it is the name of an installed plug-in instead."""
     found = _REFERENCE.fullmatch(reference)
-    return None if found is None else PluginFile(Path(found["path"]), found["name"])
+    return None if found is None else PluginFile(Path(found[1]), found[2])
 
 
 def short_name(reference: str) -> str:

@@ -2,7 +2,7 @@
 
     python -m tools.reference_pages [--check]
 
-The spec page lists every field of a job spec with its type, default and description (`JobSpec.model_json_schema`). The command page lists
+The spec page lists every field of a job spec with its type, default and description (`job_schema`). The command page lists
 every command with its arguments and options. The Python page lists the public modules; the site adds their docstrings. With `--check` nothing is
 written, and the program exits with 1 if a page differs; `make lint` does the same.
 """
@@ -20,7 +20,7 @@ from typing import Any
 import typer
 
 from controllers.cli.main import app
-from gcore.config.spec import JobSpec
+from gcore.config.schema import job_schema
 from tools.problem import ROOT, Problem
 
 PUBLIC_MODULES = (
@@ -60,9 +60,9 @@ def check(root: Path) -> Iterator[Problem]:
 
 def spec_page() -> str:
     """One table per section of a job spec."""
-    schema = JobSpec.model_json_schema()
+    schema = job_schema()
     definitions: dict[str, Any] = schema["$defs"]
-    text = f"{HEADER}# Job spec\n\nEvery field of a job spec. `gcore schema` prints the same as a JSON schema; `gcore validate` checks a file.\n"
+    text = f"{HEADER}# Job spec\n\nEvery field of a job spec. `gcore validate` checks a file. `gcore schema > job.schema.json` writes the same as a JSON schema, with which editors check and complete a spec: in VS Code with the YAML extension, if its first line is `# yaml-language-server: $schema=job.schema.json`.\n"
     text += f"\n## Top level\n\n{_field_table(schema, definitions)}"
     for path, name in _sections(schema, definitions):
         section = definitions[name]
@@ -132,7 +132,11 @@ def _type(value: Mapping[str, Any], definitions: Mapping[str, Any]) -> str:
     match value.get("type"):
         case "array":
             items = value.get("items") or (value.get("prefixItems") or [{}])[0]
-            return f"list of {_type(items, definitions)}" if items else "list"
+            return (
+                f"list of {_type(items, definitions)}".replace("list of section", "list of sections")
+                if items
+                else "list"
+            )
         case "object":
             return "mapping"
         case "integer" | "number" as kind:

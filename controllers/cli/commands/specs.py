@@ -350,9 +350,9 @@ def validate(
 @command("schema", FILES, "gcore schema > job.schema.json")
 def schema() -> None:
     """Print the JSON schema of a job spec: every field with its meaning, unit and default."""
-    from gcore.config.spec import JobSpec
+    from gcore.config.schema import job_schema
 
-    typer.echo(as_json(JobSpec.model_json_schema()))
+    typer.echo(as_json(job_schema()))
 
 
 @command(
