@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
+import shutil
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -150,6 +151,7 @@ class Submitter:
                     f"it is unknown whether the job was created ({report.why})",
                     fix="Submit it again with the same request id",
                 )
+            await asyncio.to_thread(shutil.rmtree, run_dir, ignore_errors=True)  # of no job: only copied files
 
     async def _checked(self, spec: JobSpec) -> tuple[Path, CheckedJob]:
         """Check the spec; return the folder of the runs and the checked job. Raises GcoreError."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 from pathlib import Path
@@ -92,6 +93,15 @@ async def test_the_same_file_goes_on_with_its_job_and_a_changed_one_does_not(tmp
     change(reward)
     with pytest.raises(Conflict, match=r"its spec differs \(reward.name\)"):
         await submissions.create("r3", spec(reward), anew=False, owner_key=KEY)
+
+
+@pytest.mark.usefixtures("checked")
+async def test_a_submission_that_another_one_overtakes_leaves_no_run_folder(tmp_path: Path, reward: Path) -> None:
+    store = MemoryStore(MemoryCluster(FakeClock()))
+    both = [submitter(tmp_path, store).create(f"r{n}", spec(reward), anew=False, owner_key=KEY) for n in range(2)]
+    first, second = await asyncio.gather(*both)
+    assert first == second
+    assert os.listdir(tmp_path / "runs") == [Path((await stored(store, first)).run_dir).name]
 
 
 @pytest.mark.parametrize(
