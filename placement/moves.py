@@ -33,6 +33,7 @@ from gcore.ledger.records.job import (
     Plan,
     SplitPart,
 )
+from gcore.ledger.records.restart_reasons import newest_reason
 from placement.assign import role_changes, split_of
 from placement.policies.base import Decision, SwitchCosts
 from placement.slots import Snapshot, Split, count_noun
@@ -186,7 +187,7 @@ def add_unrequested(
         after=split_part(split_of(plan)),
         slots=slots,
         more_slots=more,
-        reason=(is_formed and formed_because) or plan.reason.split("; then ")[-1],
+        reason=(is_formed and formed_because) or newest_reason(plan.reason),
         by=at.by,
         time=at.time,
     )

@@ -31,7 +31,7 @@ from dataclasses import dataclass, field
 
 from gcore.config.spec import JobSpec
 from gcore.ledger.records.cluster import Claim, QueuePosition, Share, Shares, Slot, group_by_node, slots_of_share
-from gcore.ledger.records.restart_reasons import slots_limited, slots_taken, slots_unusable
+from gcore.ledger.records.restart_reasons import slots_gone, slots_limited, slots_taken, slots_unusable
 from placement.request import PlacementRequest, count_lacking_slots
 from placement.slots import Snapshot, count_noun, replica_groups
 
@@ -124,8 +124,8 @@ def queue_jobs(cluster: ClusterSlots, claims: Mapping[str, Claim], shares: Share
 def explain_surplus(
     cluster: ClusterSlots, claims: Mapping[str, Claim], shares: Shares, uid: str, drained: Collection[str]
 ) -> tuple[str, ...]:
-    """Explain why job `uid` must give back slots: which jobs get them, which nodes are draining (`drained`), which slots are unhealthy, or the
-    job's maximum. One sentence each; empty if there is nothing to give back or no such reason. Jobs of other namespaces are not named."""
+    """Explain why job `uid` must give back slots: which jobs get them, which nodes are draining (`drained`), which slots are unhealthy, which
+    nodes are gone, or the job's maximum. One sentence each; empty if there is nothing to give back or no such reason. Jobs of other namespaces are not named."""
     share = shares.jobs.get(uid)
     if share is None or not share.surplus or uid not in claims:
         return ()
@@ -133,7 +133,7 @@ def explain_surplus(
     holders = {slot: one for one in claims if one in shares.jobs for slot in slots_of_share(shares.jobs[one].held)}
     chosen = _chosen(cluster, wanting, turns, counting.counts, holders, has)
     takers = {slot: one for one, units in chosen.items() for unit in units for slot in unit}
-    taken, draining, unhealthy = Counter[str](), Counter[str](), Counter[str]()
+    taken, draining, unhealthy, gone = Counter[str](), Counter[str](), Counter[str](), Counter[str]()
     claim = claims[uid]
     for slot in share.surplus:
         taker = takers.get(slot, uid)
@@ -144,9 +144,12 @@ def explain_surplus(
             draining[slot.node] += 1
         elif slot in cluster.out:
             unhealthy[slot.node] += 1
+        elif slot.node not in cluster.nodes:
+            gone[slot.node] += 1
     found = [slots_taken(count, name) for name, count in sorted(taken.items())]
     found += [slots_unusable(count, node, draining=True) for node, count in sorted(draining.items())]
     found += [slots_unusable(count, node, draining=False) for node, count in sorted(unhealthy.items())]
+    found += [slots_gone(count, node) for node, count in sorted(gone.items())]
     if not found and claim.most is not None and len(slots_of_share(share.granted)) + claim.unit > claim.most:
         found.append(slots_limited(claim.most))
     return tuple(found)

@@ -41,7 +41,7 @@ from controllers.rules.world import (
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records.cluster import Slot
 from gcore.ledger.records.job import JobPhase, Move, MoveKind, Pin, Plan
-from gcore.ledger.records.restart_reasons import GAVE_BACK, HAS_AGAIN, LEFT, PAUSED, SMALLER
+from gcore.ledger.records.restart_reasons import GAVE_BACK, HAS_AGAIN, LEFT, PAUSED, SMALLER, engines_removed
 from gcore.ledger.selection import resumable_checkpoints
 from placement.moves import MoveProposal, MoveReport
 from placement.placer import new_placer
@@ -83,17 +83,16 @@ def fits_grant(view: JobView) -> bool:
     )
 
 
-def remove_slots(plan: Plan, slots: frozenset[Slot]) -> Plan | None:
+def remove_slots(plan: Plan, slots: frozenset[Slot], why: str = SMALLER) -> Plan | None:
     """The plan without the engines on these slots; None if a train rank is on one of them, or a pool would lose its
-    last engine."""
+    last engine. `why`: the stored reason."""
     if any(rank.on in slots for rank in plan.ranks):
         return None
     engines = tuple(one for one in plan.engines if slots.isdisjoint(one.on))
     served = {one.judge for one in engines if not one.asleep or one.judge}
     if served != {one.judge for one in plan.engines if not one.asleep or one.judge}:
         return None
-    gone = len(plan.engines) - len(engines)
-    reason = f"{plan.reason}; then {gone} engine{'s were' if gone > 1 else ' was'} removed: {GAVE_BACK}"
+    reason = engines_removed(plan.reason, len(plan.engines) - len(engines), why)
     return plan.model_copy(
         update={"generation": plan.generation + 1, "engines": engines, "lent_from": None, "reason": reason}
     )
@@ -148,7 +147,7 @@ def give_up_slots(view: JobView) -> Iterator[Intent]:
             yield Intent(action, topic, view.turn(topic))
         return
     topic = f"yield {plan.generation} {view.head.seq}"
-    smaller = remove_slots(plan, given)
+    smaller = remove_slots(plan, given, why)
     if smaller is not None:
         yield Intent(ChangePlan(smaller), topic, view.turn(topic))
     elif is_state_at_hand(view) and world_loss(view) is None:
@@ -156,7 +155,7 @@ def give_up_slots(view: JobView) -> Iterator[Intent]:
 
 
 def _why(view: JobView) -> str:
-    """Why the job gives back slots, as the reason of the rollback."""
+    """Why the job gives back slots, as the stored reason of the rollback or the plan."""
     if view.claim.ends:
         return f"{LEFT}: {view.claim.ends}"
     if view.claim.paused:

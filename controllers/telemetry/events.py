@@ -29,13 +29,15 @@ from gcore.ledger.records.job import (
     JobStatus,
     ModelFetch,
     Moves,
+    Plan,
     Trouble,
 )
-from gcore.ledger.records.restart_reasons import restart_sentence
+from gcore.ledger.records.restart_reasons import removal_cause, restart_sentence
 from gcore.ledger.statistics import commonest_reason
 from gcore.store.keys import JobKeys
 from gcore.store.types import WatchBatch, WatchEvent
 from placement.moves import move_in_words
+from placement.slots import count_noun
 
 MOST_MOVES = 8
 """Maximum number of events from one write of the record of placement changes (moves)."""
@@ -225,6 +227,8 @@ def derive_events(keys: JobKeys, before: JobMirror, change: WatchEvent, after: J
         yield "warning", f"{trouble.node}: {trouble.sentence}", data
     elif key == keys.assign:
         yield _shards(before, Assignment.decode(kv.value, key))
+    elif key == keys.plan:
+        yield from _removed_engines(before, Plan.decode(kv.value, key))
     elif key == keys.checkpoints:
         known = {c.seq for c in before.checkpoints.record.entries} if before.checkpoints else set()
         entries = Checkpoints.decode(kv.value, key).entries
@@ -275,6 +279,21 @@ def _shards(before: JobMirror, new: Assignment) -> Derived:
     spread = ", ".join(f"{node} has {len(shards)}" for node, shards in sorted(shares.items()))
     what = f"{moved} of {len(new.owners)} prompt shards moved; now " if old is not None else "prompt shards assigned: "
     return "shards", f"{what}{spread}", {"moved": moved, "shares": shares}
+
+
+def _removed_engines(before: JobMirror, new: Plan) -> Iterator[Derived]:
+    """Yield the event of engines that were removed from the plan while the train world goes on.
+
+    A job with a policy that moves slots has a placement event instead, and a new world the rollback's event.
+    """
+    old = None if before.plan is None else before.plan.record
+    cause = removal_cause(new.reason)
+    if old is None or cause is None or old.world != new.world or before.moves.moves:
+        return
+    removed, left = len(old.engines) - len(new.engines), len(new.engines)
+    if removed > 0:
+        what = f"{count_noun(removed, 'engine')} removed, {left} remain{'s' * (left == 1)}: {cause}"
+        yield "engines", what, {"removed": removed, "left": left, "reason": cause}
 
 
 def _registered(new: Sequence[Checkpoint]) -> Iterator[Derived]:

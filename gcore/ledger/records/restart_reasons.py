@@ -1,4 +1,4 @@
-"""Why a job's train world was replaced: the stored reasons of rollback entries, and the sentences that people read.
+"""Why a job's train world was replaced or lost engines: the stored reasons of rollback entries and plans, and sentences for people.
 
 A stored reason begins with fixed words (`GAVE_BACK`, `LEFT`, ...) by which programs recognize it; they never change. Details for people
 follow, separated by "; ". Entries of earlier versions have fewer details. `restart_sentence` turns a stored reason into a sentence.
@@ -20,6 +20,11 @@ SMALLER = f"{LEFT}: its share is smaller now"
 CONTINUED = "continued after its end"
 PLACED = "placement"
 RESTORED = "etcd was restored from a backup"
+
+_THEN = "; then "
+"""Separates the reason of a plan and that of the engines that were removed from it."""
+
+_REMOVED = re.compile(r"(\d+) engines? (?:was|were) removed: (.+)")
 
 _OLDER = "etcd was restored from an older backup"
 _TAKEN = re.compile(r"(\d+ slots?) goe?s? to (.+)")
@@ -67,6 +72,30 @@ def slots_unusable(count: int, node: str, *, draining: bool) -> str:
 def slots_limited(most: int) -> str:
     """The detail of a stored reason that names the job's maximum number of slots."""
     return f"it may use at most {_slots(most)}"
+
+
+def slots_gone(count: int, node: str) -> str:
+    """The detail of a stored reason that names the node of `count` slots, which is not registered any more."""
+    return f"{_slots(count)} {'is' if count == 1 else 'are'} on a node that is gone: {node}"
+
+
+def engines_removed(plan_reason: str, count: int, why: str) -> str:
+    """The stored reason of a plan that was made for `plan_reason` and loses `count` engines, because of `why`."""
+    made_for = plan_reason.partition(_THEN)[0]
+    return f"{made_for}{_THEN}{count} engine{'s were' if count > 1 else ' was'} removed: {why}"
+
+
+def newest_reason(plan_reason: str) -> str:
+    """Why a plan was last changed, from its stored reason: the cause in words if engines were removed from it."""
+    newest = plan_reason.rpartition(_THEN)[2]
+    found = _REMOVED.fullmatch(newest)
+    return newest if found is None else f"{newest[: found.start(2)]}{cause_in_words(found[2])}"
+
+
+def removal_cause(plan_reason: str) -> str | None:
+    """Why engines were removed from a plan, in words, from its stored reason; None if its last change was another."""
+    found = _REMOVED.fullmatch(plan_reason.rpartition(_THEN)[2])
+    return None if found is None else cause_in_words(found[2])
 
 
 def _slots(count: int) -> str:

@@ -146,6 +146,13 @@ def test_the_reason_for_giving_slots_back_names_the_job_the_node_or_the_limit() 
     assert given_up(cluster, {"one": one}) == ()
 
 
+def test_the_reason_for_giving_slots_back_names_a_node_that_other_slots_replace() -> None:
+    cluster, claims = ClusterSlots(nodes(m=2, o=2)), {"one": Claim(most=4)}
+    before = settled(ClusterSlots(nodes(n=2, m=2)), claims)
+    after = divide_slots(cluster, claims, before)
+    assert explain_surplus(cluster, claims, after, "one", ()) == ("2 slots are on a node that is gone: n",)
+
+
 def test_the_slots_of_a_node_that_is_away_stay_its_jobs() -> None:
     cluster = ClusterSlots(nodes(n=2, m=2))
     before = settled(cluster, {"one": Claim()})

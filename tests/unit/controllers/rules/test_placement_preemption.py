@@ -18,7 +18,7 @@ from controllers.rules.world import fruitless_rollbacks, placement_snapshot
 from gcore.ledger.records.chain import Checkpoint, Checkpoints, LogEntry
 from gcore.ledger.records.cluster import Claim, KnownShare, QueuePosition, Share, Shares, group_by_node
 from gcore.ledger.records.job import EnginePlace, JobPhase, JobStatus, NodeRecord
-from gcore.ledger.records.restart_reasons import GAVE_BACK, HAS_AGAIN, LEFT, cause_in_words
+from gcore.ledger.records.restart_reasons import GAVE_BACK, HAS_AGAIN, LEFT, cause_in_words, removal_cause
 from gcore.ledger.selection import SealStep
 from gcore.types import Token, Version
 from gcore.worker.records import WorkerRecord
@@ -194,6 +194,10 @@ def test_engines_leave_at_once_where_the_world_stays() -> None:
     (action,) = intents(replace(view, mirror=replace(view.mirror, plan=stored(plan))), ChangePlan)
     assert [place.node for place in action.plan.engines] == ["node-0"]
     assert action.plan.generation == plan.generation + 1
+    assert action.plan.reason.endswith(
+        "; then 1 engine was removed: its slots are given back: its share is smaller now"
+    )
+    assert removal_cause(action.plan.reason) == "its share of the slots became smaller"
     judged = plan.model_copy(update={"engines": (*plan.engines, EnginePlace(node="node-1", slot="cpu:0", judge="j"))})
     assert remove_slots(judged, BOTH - FIRST) is None, "the judge would have no engine"
 

@@ -22,7 +22,15 @@ from gcore.ledger.chain import ChainWriter
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records.chain import LogEntry, RaisedGoal
 from gcore.ledger.records.cluster import Claim, KnownShare, QueuePosition, Share, Shares
-from gcore.ledger.records.job import NodeRecord
+from gcore.ledger.records.job import EnginePlace, NodeRecord, Plan
+from gcore.ledger.records.restart_reasons import (
+    GAVE_BACK,
+    SMALLER,
+    engines_removed,
+    slots_gone,
+    slots_taken,
+    slots_unusable,
+)
 from gcore.observability.events import JobEvent
 from gcore.store.types import KeyValue, WatchBatch, WatchEvent
 from gcore.types import Token
@@ -102,3 +110,57 @@ def test_a_raised_goal_is_no_restart() -> None:
     assert log.events[0].message == (
         "continued from the initial model (attempt 2): the goal was raised from 4 to 8 steps"
     )
+
+
+ENGINES = tuple(EnginePlace(node=f"node-{n}", slot="cpu:0") for n in range(3))
+PLAN = Plan(generation=1, world="w", ranks=(), engines=ENGINES, reason="static placement")
+
+
+@pytest.mark.parametrize(
+    ("why", "said"),
+    [
+        pytest.param(
+            f"{SMALLER}; {slots_taken(1, 'job 7f3a')}",
+            "1 engine removed, 2 remain: preempted, 1 slot went to job 7f3a",
+            id="preempted",
+        ),
+        pytest.param(
+            f"{SMALLER}; {slots_unusable(1, 'node-2', draining=True)}",
+            "1 engine removed, 2 remain: 1 slot is on a draining node: node-2",
+            id="drained",
+        ),
+        pytest.param(
+            f"{SMALLER}; {slots_gone(1, 'node-2')}",
+            "1 engine removed, 2 remain: 1 slot is on a node that is gone: node-2",
+            id="node lost",
+        ),
+        pytest.param(
+            GAVE_BACK, "1 engine removed, 2 remain: preempted, its slots went to other jobs", id="an older version's"
+        ),
+    ],
+)
+def test_engines_that_a_job_loses_without_a_restart_have_an_event_with_the_cause(why: str, said: str) -> None:
+    smaller = PLAN.model_copy(
+        update={"generation": 2, "engines": ENGINES[:2], "reason": engines_removed(PLAN.reason, 1, why)}
+    )
+    assert events_of(PLAN, smaller) == [("engines", said)]
+    again = smaller.model_copy(
+        update={"generation": 3, "engines": ENGINES[:1], "reason": engines_removed(smaller.reason, 1, why)}
+    )
+    assert again.reason == engines_removed(PLAN.reason, 1, why), "reasons of many removals do not pile up"
+    assert events_of(smaller, again) == [("engines", said.replace("2 remain", "1 remains"))]
+
+
+def test_other_changes_of_a_plan_have_no_event_of_engines() -> None:
+    moved = PLAN.model_copy(update={"generation": 2, "engines": ENGINES[:2], "reason": "the policy moved slots"})
+    removed = moved.model_copy(update={"reason": engines_removed("static", 1, SMALLER)})
+    assert events_of(PLAN, moved) == events_of(removed, removed) == []
+    assert events_of(PLAN, removed.model_copy(update={"world": "w2"})) == []
+
+
+def events_of(old: Plan, new: Plan) -> list[tuple[str, str]]:
+    before = replace(VIEW.mirror, plan=stored(old))
+    batch = WatchBatch((WatchEvent("put", KeyValue(KEYS.plan, new.encode(), 9, 9)),), 9)
+    log = EventLog(KEYS)
+    log.note(before, batch, before.fold(batch), 0.0)
+    return [(event.kind, event.message) for event in log.events]
