@@ -151,6 +151,8 @@ def _of_train(train: TrainSpec) -> Iterator[str]:
     if train.correction_band[0] >= train.correction_band[1]:
         yield f"correction_band {list(train.correction_band)} is empty; the first number must be below the second"
     yield from _of_stream(train)
+    if train.offload_state and train.backend != "fsdp2":
+        yield f"offload_state needs backend: fsdp2, not {train.backend}; set it, or leave offload_state out"
     if train.loss == "sft" and train.critic is not None:
         yield "loss: sft has no rewards from which a critic could learn; leave advantage: gae out"
     if train.loss == "sft" and train.kl_in == "reward" and train.kl_coef > 0:
@@ -189,7 +191,21 @@ class TrainSpec(Section):
     ranks: PositiveInt | None = Field(
         None, le=MOST_SLOTS, description="Number of train ranks. Default: one per controller"
     )
-    zero_stage: Literal[1, 2, 3] = Field(1, description="DeepSpeed ZeRO stage")
+    backend: Literal["deepspeed", "fsdp2"] = Field(
+        "deepspeed",
+        exclude_if=lambda name: name == "deepspeed",
+        description="Library that splits the model over the ranks. fsdp2: torch's own fully_shard; DeepSpeed need not be installed",
+    )
+    zero_stage: Literal[1, 2, 3] = Field(
+        1,
+        description="What is split over the ranks. deepspeed: the ZeRO stage. fsdp2: everything; at stage 3 a layer's weights are gathered "
+        "again for the backward pass, and the reference model is split too",
+    )
+    offload_state: bool = Field(
+        False,
+        exclude_if=lambda offload: not offload,
+        description="Keep each rank's weights, gradients and Adam's state in host memory, with backend: fsdp2 (GPUs only)",
+    )
     dtype: Literal["fp32", "bf16"] = Field("fp32", description="Data type of the forward and backward pass")
     learning_rate: Annotated[float, Field(ge=0)] = Field(1e-6, description="Peak learning rate")
     warmup_updates: Annotated[int, Field(ge=0)] = Field(

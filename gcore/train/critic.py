@@ -28,13 +28,12 @@ from torch.nn import functional
 from transformers.modeling_outputs import TokenClassifierOutput
 from transformers.utils import logging as transformers_logging
 
-from gcore.config.train import TrainSpec, learning_rate
+from gcore.config.train import learning_rate
 from gcore.errors import DataError
 from gcore.models.layout import MODEL_FILE
 from gcore.train.advantages import RankReductions, ValueTargets, moments, value_targets
-from gcore.train.backends.base import UpdateResult
-from gcore.train.backends.deepspeed import DeepSpeedBackend, OptimizerSettings
-from gcore.train.batching import BatchIndex, Feeding, MicroBatch, StepTensors
+from gcore.train.backends.base import TrainBackend, UpdateResult
+from gcore.train.batching import BatchIndex, MicroBatch, StepTensors
 from gcore.train.hf_models import REMEDIES, check_names, explain_memory_error, load_module
 from gcore.train.objectives import Count, ValueFit, ValueFunction
 from gcore.train.rank.launch import RankLaunch
@@ -76,20 +75,9 @@ class ValueModel(nn.Module):
         return TokenClassifierOutput(logits=self.get_submodule(HEAD)(hidden[:, logits_to_keep]))
 
 
-class Critic(DeepSpeedBackend):
-    """A critic in training: a `ValueModel` under DeepSpeed."""
-
-    @classmethod
-    def of(cls, module: ValueModel, train: TrainSpec, feeding: Feeding) -> Critic:
-        """Make a critic from a module in float32. Adam's state starts at zero; `feeding` is the policy's layout of
-        tokens.
-        """
-        assert train.critic is not None
-        return cls(module, OptimizerSettings.of(train, train.critic), feeding)
-
-    def values(self, batch: MicroBatch) -> Tensor:
-        """The value at each scored token of a micro-batch, before that token, [b, w] float32; 0 elsewhere."""
-        return batch.spread(self.outputs_of(batch.inputs)[:, 0])
+def values_of(critic: TrainBackend, batch: MicroBatch) -> Tensor:
+    """The critic's value at each scored token of a micro-batch, before that token, [b, w] float32; 0 elsewhere."""
+    return batch.spread(critic.outputs_of(batch.inputs)[:, 0])
 
 
 def load_backbone(folder: Path, *, trust_remote_code: bool) -> nn.Module:
@@ -235,7 +223,7 @@ class CriticTrainer:
         critic_skipped_updates      number of updates that were skipped because their gradient was not finite
     """
 
-    def __init__(self, critic: Critic, launch: RankLaunch) -> None:
+    def __init__(self, critic: TrainBackend, launch: RankLaunch) -> None:
         spec = launch.spec
         assert spec.train.critic is not None
         self.critic = critic
@@ -261,7 +249,7 @@ class CriticTrainer:
                 tell("values")
                 batch = step.at(place)
                 with explain_memory_error(f"values: {batch.size}", train, REMEDIES):
-                    values[place] = self.critic.values(batch)
+                    values[place] = values_of(self.critic, batch)
         targets = value_targets(step, train, values, penalties)
         tally = ValueTally()
         tally.before(step, targets, values, over_ranks)
@@ -321,7 +309,7 @@ class CriticStep:
         return self._tally.metrics(over_ranks)
 
     def _backward(self, batch: MicroBatch, place: BatchIndex, divisor: float, *, last: bool) -> None:
-        objective, values = self._critique.objective, self._critique.critic.values(batch)
+        objective, values = self._critique.objective, values_of(self._critique.critic, batch)
         fit = ValueFit(self._returns[place], self._values[place], batch.mask)
         loss = objective.loss(values, fit) / divisor
         self._critique.critic.backward(loss, last=last)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,14 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gcore.config.train import TrainSpec
+from gcore.config.train import CriticSpec, TrainSpec
 from gcore.errors import DataError
 from gcore.models.layout import critic_folder
-from gcore.train.backends.base import TrainBackend
-from gcore.train.backends.deepspeed import DeepSpeedBackend, OptimizerSettings, forward_tensors, partition_module
+from gcore.train.backends.base import OptimizerSettings, TrainBackend, forward_tensors
 from gcore.train.backends.packed_attention import NAME, PACKED, UnsupportedPackedAttention
 from gcore.train.batching import Feeding, LogitsOf, ModelInputs
-from gcore.train.critic import Critic, load_backbone, make_value_model
+from gcore.train.critic import load_backbone, make_value_model
 from gcore.train.hf_models import (
     cast_parameters,
     check_names,
@@ -57,7 +55,7 @@ class Reference:
         self._device = device
         self._moves = train.offload_reference and train.zero_stage < 3 and device.type != "cpu"
         if train.zero_stage == 3:
-            self._logits_of = logits_of(partition_module(module, train))
+            self._logits_of = logits_of(_split_frozen(module, train, device))
             return
         if not self._moves:
             module.to(device)
@@ -227,7 +225,8 @@ class RankModels:
     policy: TrainBackend
     """The model whose log-probabilities are trained and whose weights engines serve. Its outputs are logits."""
     reference: Reference | None
-    critic: Critic | None = None
+    critic: TrainBackend | None = None
+    """Its outputs are values, one for each scored token."""
 
 
 Fill = Callable[[str, nn.Module], None]
@@ -264,22 +263,44 @@ def load_models(
     if packing == "packed":
         dtype = torch.bfloat16 if train.dtype == "bf16" else torch.float32
         PACKED.use_fastest(module.config, dtype, device, beside=None if backbone is None else backbone.config)
-    feeding = Feeding(packing, vocabulary_of(module), device)
-    policy = DeepSpeedBackend(module, OptimizerSettings.of(train, train), feeding)
+    value_model = None if backbone is None else make_value_model(backbone, _head_folder(launch))
+    # Policy and critic get the same tokens, so both must support them.
+    every = [vocabulary_of(module), *([] if value_model is None else [value_model.vocabulary])]
+    feeding = Feeding(packing, min(every), device)
+    policy = _split(module, train, train, feeding)
     tell()
     reference = Reference(original, train, device) if original is not None else None
     tell()
-    if backbone is None:
+    if value_model is None or train.critic is None:
         return RankModels(policy, reference)
-    value_model = make_value_model(backbone, _head_folder(launch))
     if fill is not None:
         fill("critic", value_model)
-    # Both models get the same tokens, so both must support them.
-    vocabulary = min(policy.feeding.vocabulary, value_model.vocabulary)
-    policy.feeding = dataclasses.replace(policy.feeding, vocabulary=vocabulary)
-    critic = Critic.of(value_model, train, policy.feeding)
+    critic = _split(value_model, train, train.critic, feeding)
     tell()
     return RankModels(policy, reference, critic)
+
+
+def _split(module: nn.Module, train: TrainSpec, own: TrainSpec | CriticSpec, feeding: Feeding) -> TrainBackend:
+    """Split a model over the ranks, with the backend of the spec. `own`: the section with the model's own settings."""
+    settings = OptimizerSettings.of(train, own)
+    if train.backend == "fsdp2":
+        from gcore.train.backends.fsdp2 import Fsdp2Backend
+
+        return Fsdp2Backend(module, settings, feeding)
+    from gcore.train.backends.deepspeed import DeepSpeedBackend
+
+    return DeepSpeedBackend(module, settings, feeding)
+
+
+def _split_frozen(module: nn.Module, train: TrainSpec, device: torch.device) -> Any:
+    """Split a model without gradients over the ranks; returns what computes its outputs."""
+    if train.backend == "fsdp2":
+        from gcore.train.backends.fsdp2 import shard_frozen
+
+        return shard_frozen(module, train, device)
+    from gcore.train.backends.deepspeed import partition_module
+
+    return partition_module(module, train)
 
 
 def _other_backbone(launch: RankLaunch, policy: nn.Module) -> nn.Module | None:

@@ -10,7 +10,8 @@ from torch import nn
 
 from gcore.config import parse_spec
 from gcore.testing import FakeClock
-from gcore.train.backends.deepspeed import forward_tensors, optimizer_tensors
+from gcore.train.backends.base import forward_tensors
+from gcore.train.backends.deepspeed import optimizer_tensors
 from gcore.train.models import RankModels
 from gcore.train.offload import MemoryOffloader
 from gcore.train.rank.launch import PARTS

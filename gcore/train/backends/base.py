@@ -1,6 +1,6 @@
 """Interface of a train backend: a model with its optimizer, distributed over ranks.
 
-`DeepSpeedBackend` implements it. A backend does not know what the outputs mean or in which order models are updated
+`DeepSpeedBackend` and `Fsdp2Backend` implement it. A backend does not know what the outputs mean or in which order models are updated
 (`gcore.train.step`). All methods are collectives unless stated otherwise.
 """
 
@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
+from gcore.config.train import CriticSpec, TrainSpec
 from gcore.models.publisher import NamedTensor
 from gcore.models.replicas import Extent
 from gcore.train.batching import Feeding, LogitsOf
@@ -22,6 +24,33 @@ TensorKind = Literal["served", "master", "exp_avg", "exp_avg_sq"]
 moments, float32.
 """
 AdamKind = Literal["exp_avg", "exp_avg_sq"]
+
+
+ADAM_EPS = 1e-8
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerSettings:
+    """Settings of a model's optimizer and of how it is split over the ranks.
+
+    `half`: forward and backward pass in bfloat16. `offload_state`: shards and Adam's state are in host memory.
+    """
+
+    zero_stage: int
+    half: bool
+    betas: tuple[float, float]
+    weight_decay: float
+    max_grad_norm: float
+    offload_state: bool = False
+
+    @classmethod
+    def of(cls, train: TrainSpec, own: TrainSpec | CriticSpec) -> OptimizerSettings:
+        """Take what all models share from `train`, weight decay and gradient clipping from `own`.
+
+        `own`: the spec section with the model's own settings (policy: `train`, critic: `train.critic`).
+        """
+        half = train.dtype == "bf16"
+        return cls(train.zero_stage, half, train.betas, own.weight_decay, own.max_grad_norm, train.offload_state)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,3 +151,24 @@ class TrainBackend(Protocol):
     def optimizer_tensors(self) -> Iterator[Tensor]:
         """Every tensor on this rank that only an update needs; some appear more than once. Not a collective."""
         ...
+
+
+def saved_buffers(module: nn.Module) -> Iterator[NamedTensor]:
+    """The buffers that the module saves in addition to its parameters; usually none."""
+    saved = module.state_dict().keys()
+    for name, buffer in module.named_buffers():
+        if name in saved:
+            yield NamedTensor(name, buffer)
+
+
+def forward_tensors(module: nn.Module) -> Iterator[Tensor]:
+    """Every tensor on this rank that the forward pass of a module uses, whole or split by a backend."""
+    for parameter in module.parameters():
+        if isinstance(parameter, DTensor):
+            yield parameter.to_local()
+            continue
+        yield parameter.data
+        # Under ZeRO stage 3 a parameter is empty between steps, and this attribute has the rank's part.
+        if isinstance(own := getattr(parameter, "ds_tensor", None), Tensor):
+            yield own
+    yield from module.buffers()

@@ -22,7 +22,6 @@ import math
 import sys
 import types
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -43,39 +42,23 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from torch.nn import functional
 
-from gcore.config.train import CriticSpec, TrainSpec
+from gcore.config.train import TrainSpec
 from gcore.models.publisher import NamedTensor
 from gcore.models.replicas import Extent
-from gcore.train.backends.base import AdamKind, TensorKind, UpdateResult
+from gcore.train.backends.base import (
+    ADAM_EPS,
+    AdamKind,
+    OptimizerSettings,
+    TensorKind,
+    UpdateResult,
+    forward_tensors,
+    saved_buffers,
+)
 from gcore.train.batching import Feeding, LogitsOf, make_dummy
 from gcore.train.hf_models import logits_of, parameter_groups, set_evaluation_mode
 
 LARGEST_BUCKET = 500_000_000
 """Maximum number of elements in one of DeepSpeed's communication buckets."""
-
-
-ADAM_EPS = 1e-8
-
-
-@dataclass(frozen=True, slots=True)
-class OptimizerSettings:
-    """Settings from which a model's DeepSpeed configuration is made: ZeRO stage, bfloat16 or not, Adam, gradient
-    clipping.
-    """
-
-    zero_stage: int
-    half: bool
-    betas: tuple[float, float]
-    weight_decay: float
-    max_grad_norm: float
-
-    @classmethod
-    def of(cls, train: TrainSpec, own: TrainSpec | CriticSpec) -> OptimizerSettings:
-        """Take ZeRO stage, dtype and betas from `train`, weight decay and gradient clipping from `own`.
-
-        `own`: the spec section with the model's own settings (policy: `train`, critic: `train.critic`).
-        """
-        return cls(train.zero_stage, train.dtype == "bf16", train.betas, own.weight_decay, own.max_grad_norm)
 
 
 class DeepSpeedBackend:
@@ -171,10 +154,7 @@ class DeepSpeedBackend:
 
     def buffers(self) -> Iterator[NamedTensor]:
         """The persistent buffers, which a model saves in addition to its parameters; usually none. Not a collective."""
-        saved = self.module.state_dict().keys()
-        for name, buffer in self.module.named_buffers():
-            if name in saved:
-                yield NamedTensor(name, buffer)
+        return saved_buffers(self.module)
 
     def extents(self) -> Iterator[Extent]:
         """For each parameter of which this rank updates a part, the range of its flat elements. Not a collective."""
@@ -287,16 +267,6 @@ def partition_module(module: nn.Module, train: TrainSpec) -> Any:
     for name, buffer in module.named_buffers():
         buffer.data = buffers[name].to(buffer.device)
     return engine
-
-
-def forward_tensors(module: nn.Module) -> Iterator[Tensor]:
-    """Every tensor on this rank that the module's forward pass uses."""
-    for parameter in module.parameters():
-        yield parameter.data
-        # Under ZeRO stage 3 a parameter is empty between steps, and this attribute has the rank's part.
-        if isinstance(own := getattr(parameter, "ds_tensor", None), Tensor):
-            yield own
-    yield from module.buffers()
 
 
 def optimizer_tensors(root: object) -> Iterator[Tensor]:

@@ -1,4 +1,4 @@
-"""The contract of `gcore.train.backends.base.TrainBackend`: DeepSpeed at every ZeRO stage on one rank, and the fake."""
+"""The contract of `gcore.train.backends.base.TrainBackend`: DeepSpeed at every ZeRO stage and FSDP2, on one rank, and the fake."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from gcore.models.publisher import NamedTensor
 from gcore.system.torch_imports import leave_compiler_out
 from gcore.testing.training import FakeTrainBackend
-from gcore.train.backends.base import AdamKind, TensorKind, TrainBackend
+from gcore.train.backends.base import AdamKind, OptimizerSettings, TensorKind, TrainBackend
 from gcore.train.backends.distributed import Collective, Rendezvous, open_store
 from gcore.train.batching import Feeding, make_dummy
 from gcore.train.packing import Packing
@@ -59,7 +59,7 @@ def world() -> Iterator[None]:
     os.environ.update(before)
 
 
-@pytest.fixture(params=["fake", "zero1", "zero2", "zero3"])
+@pytest.fixture(params=["fake", "zero1", "zero2", "zero3", "fsdp1", "fsdp3", "fsdp offloaded"])
 def make(request: pytest.FixtureRequest) -> Make:
     if request.param == "fake":
 
@@ -73,9 +73,15 @@ def make(request: pytest.FixtureRequest) -> Make:
     request.getfixturevalue("world")
 
     def real() -> TrainBackend:
-        from gcore.train.backends.deepspeed import DeepSpeedBackend, OptimizerSettings
+        offload = request.param.endswith("offloaded")
+        stage = 3 if offload else int(request.param[-1])
+        how = OptimizerSettings(stage, False, BETAS, 0.0, CLIP, offload)
+        if request.param.startswith("fsdp"):
+            from gcore.train.backends.fsdp2 import Fsdp2Backend
 
-        how = OptimizerSettings(int(request.param[-1]), False, BETAS, 0.0, CLIP)
+            return Fsdp2Backend(Bigram(), how, FEEDING)
+        from gcore.train.backends.deepspeed import DeepSpeedBackend
+
         return DeepSpeedBackend(Bigram(), how, FEEDING)
 
     return real

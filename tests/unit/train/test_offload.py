@@ -20,7 +20,8 @@ from gcore.config import parse_spec
 from gcore.system.memory import release_free_memory
 from gcore.testing import FakeClock
 from gcore.train import offload as resting_module
-from gcore.train.backends.deepspeed import forward_tensors, optimizer_tensors
+from gcore.train.backends.base import forward_tensors
+from gcore.train.backends.deepspeed import optimizer_tensors
 from gcore.train.models import RankModels
 from gcore.train.offload import MemoryOffloader, OffloadedLost
 from gcore.train.rank.feed import FeedState, WorldName
