@@ -1,7 +1,7 @@
 """Run a program of train ranks (`train_rank_program.run`): a plain loop, one rank, two ranks, with all cases in each process.
 
-With `make test-large` two ranks run everything at each ZeRO stage. Otherwise they run stage 3 only, and of the gradients' cases those in which
-ranks exchange more than gradients or have unequal work. A single rank runs everything at one stage, because it shards nothing.
+With `make test-large` two ranks run everything at each ZeRO stage and with FSDP2. Otherwise they run stage 3 and FSDP2 only, and of the
+gradients' cases those in which ranks exchange more than gradients or have unequal work. A single rank runs everything at one stage, because it shards nothing.
 """
 
 from __future__ import annotations
@@ -15,13 +15,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from rank_splits import FSDP2, named
 
 WHOLE = "GCORE_ALL_STAGES" in os.environ
-STAGES = (1, 2, 3) if WHOLE else (3,)
+STAGES = (1, 2, 3, FSDP2) if WHOLE else (3, FSDP2)
 """At which two ranks run everything."""
 WORLDS = [(1, 2), *((2, stage) for stage in STAGES)]
 """Number of ranks and ZeRO stage."""
-RUNS = [pytest.param(size, stage, id=f"{size} x ZeRO {stage}") for size, stage in WORLDS]
+
+RUNS = [pytest.param(size, stage, id=named(size, stage)) for size, stage in WORLDS]
 
 
 def run_worlds(program: Path, folder: Path, *words: str, limit_s: float, crossing: Sequence[str] = ()) -> None:
@@ -29,6 +31,7 @@ def run_worlds(program: Path, folder: Path, *words: str, limit_s: float, crossin
     env = {
         **os.environ,
         "PATH": "/nonexistent",
+        "PYTHONPATH": str(Path(__file__).parent),
         "STAGES": " ".join(map(str, STAGES)),
         "CROSSING": "" if WHOLE else " ".join(crossing),
         "OMP_NUM_THREADS": "1",

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from rank_splits import named
 from rank_worlds import RUNS, STAGES, WORLDS, run_worlds
 from safetensors.numpy import load_file
 
@@ -40,7 +41,7 @@ pytestmark = pytest.mark.timeout(600)  # everything is run once, for the first t
 def runs_of(cases: Sequence[str]) -> list[Any]:
     """Size of the world, ZeRO stage and case."""
     return [
-        pytest.param(size, stage, case, id=f"{size} x ZeRO {stage}, {case}")
+        pytest.param(size, stage, case, id=f"{named(size, stage)}, {case}")
         for size, stage in WORLDS
         for case in cases
         if case not in ONCE or size == 1 or stage == 3

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from _pytest.mark import ParameterSet
+from rank_splits import named
 from rank_worlds import RUNS, WHOLE, WORLDS, run_worlds
 from safetensors.numpy import load_file
 
@@ -48,7 +49,7 @@ CLOSE = {"gspo": 1e-5, "plus": 1e-5}
 def runs_of(cases: Sequence[str], prefix: str = "") -> list[ParameterSet]:
     """Size of the world, ZeRO stage and case."""
     return [
-        pytest.param(size, stage, case, id=f"{size} x ZeRO {stage}-{case}")
+        pytest.param(size, stage, case, id=f"{named(size, stage)}-{case}")
         for size, stage in WORLDS
         for case in cases
         if WHOLE or size == 1 or prefix + case in CROSSING

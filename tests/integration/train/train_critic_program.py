@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rank_splits import split_of
 from safetensors.torch import load_file, save_file
 from train_rank_program import GROUPS, SAMPLES, STAGES, VOCABULARY, join, logprobs, make_model, make_step, run, written
 
@@ -76,7 +77,7 @@ def spec(folder: Path, case: dict[str, Any], stage: int, steps: int = 1) -> dict
         "data": {"path": "none"},
         "flow": {"steps": steps, "groups_per_step": GROUPS, "samples_per_prompt": SAMPLES},
         "rollout": {"max_new_tokens": 12},
-        "train": fixed | case | {"critic": critic, "zero_stage": stage},
+        "train": fixed | case | {"critic": critic, **split_of(stage)},
         "checkpoint": {"every": 1},
     }
 

@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from rank_splits import FSDP2, split_of
 from safetensors.torch import save_file
 from torch.nn import functional
 
@@ -126,7 +127,7 @@ STREAMED = {
 }
 """The same cases once more, in parts: how many groups are in each, and how many parts come before the whole."""
 BASELINES = (0.5, 1.0, -0.25)
-BUDGETS = {1: 30, 2: 17, 3: 1000}
+BUDGETS = {1: 30, 2: 17, 3: 1000, FSDP2: 17}
 """Tokens of a micro-batch, by stage: many pieces, single samples, one piece; the gradient is the same."""
 TEN: dict[str, Any] = {"old_logprobs": "engine"}
 STEPS = 10
@@ -152,7 +153,7 @@ def spec(folder: Path, case: str, stage: int, **train: Any) -> dict[str, Any]:
         "learning_rate": 1e-3,
         "micro_batch_tokens": BUDGETS[stage],
         "max_grad_norm": 1e9,
-        "zero_stage": stage,
+        **split_of(stage),
         "betas": [BETA1, 0.999],
     }
     return {
@@ -537,8 +538,10 @@ def rank_process(folder: Path, rank: int, size: int) -> None:
 
     writers: list[BackgroundWriter] = []
     made_policies: dict[str, TrainBackend] = {}
-    for stage in (1, 2, 3):
+    for stage in (1, 2, 3, FSDP2):
         whole = stage in STAGES if size > 1 else stage == 2
+        if stage == FSDP2 and not whole:
+            continue
         for case in cases_of([*CASES, "updates", "lonely"], size) if whole else FEW:
             name = f"{case}-{stage}"
             work = sealed(case, GROUPS if case in ("updates", "lonely") else 1)
