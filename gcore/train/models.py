@@ -287,7 +287,14 @@ def _split(module: nn.Module, train: TrainSpec, own: TrainSpec | CriticSpec, fee
         from gcore.train.backends.fsdp2 import Fsdp2Backend
 
         return Fsdp2Backend(module, settings, feeding)
-    from gcore.train.backends.deepspeed import DeepSpeedBackend
+    try:
+        from gcore.train.backends.deepspeed import DeepSpeedBackend
+    except ImportError as error:
+        raise DataError(
+            f"DeepSpeed cannot be imported ({error})",
+            where="train.backend",
+            fix="Install gcore[train], or set it to fsdp2",
+        ) from error
 
     return DeepSpeedBackend(module, settings, feeding)
 

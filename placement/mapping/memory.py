@@ -1,6 +1,7 @@
 """Estimate the memory of engines and train ranks, and check which layouts and splits fit on the slots.
 
-Memory of a train rank: DeepSpeed partitions the optimizer state between the ranks at ZeRO stage 1, also the gradients
+Memory of a train rank: FSDP2 splits weights, gradients and optimizer state between the ranks, and gathers a layer while
+it computes, and at stages 1 and 2 until its backward pass. DeepSpeed partitions the optimizer state between the ranks at ZeRO stage 1, also the gradients
 at stage 2, and also the weights at stage 3, where it gathers them while it uses them. A gradient bucket is as large as
 the model, up to `BUCKET`. Activations are those that autograd keeps in each layer of a transformers decoder. `make
 bench-memory` compares these numbers with real processes.
@@ -91,6 +92,8 @@ def train_memory(shape: ModelShape, training: TrainWorkload, ranks: int, *, gpu:
     item, count = 2 if training.half else 4, shape.parameters
     part = -(-count // ranks)
     bucket = item * min(count, BUCKET)
+    if training.fsdp:
+        return _fsdp_memory(shape, training, part, activation_bytes(shape, training, ranks), gpu=gpu)
     if training.stage == 3:
         weights = item * part
         gradients = item * (part + min(count, GATHERED)) + bucket
@@ -104,6 +107,19 @@ def train_memory(shape: ModelShape, training: TrainWorkload, ranks: int, *, gpu:
     if training.half and not gpu:  # while the model loads, its weights are also in memory in float32
         working = max(working, 4 * count)
     return TrainMemory(weights, gradients, (MASTER + MOMENTS) * part, working)
+
+
+def _fsdp_memory(shape: ModelShape, training: TrainWorkload, part: int, activations: int, *, gpu: bool) -> TrainMemory:
+    """Compute the memory of a model that FSDP2 splits into parts of `part` parameters."""
+    item, layer = 2 if training.half else 4, shape.layer_parameters
+    rest = shape.parameters - shape.layers * layer
+    # The parameters outside of layers stay gathered; of the layers, the current one and the next.
+    gathered = rest + 2 * layer if training.stage == 3 else shape.parameters
+    gradients = (item + 4) * max(rest, layer)  # of one layer, as computed and in float32, while it is reduced
+    stays = 0 if training.state_offloads and gpu else part
+    if not gpu:  # while the model loads, all of its weights are in memory in float32
+        activations = max(activations, MASTER * shape.parameters)
+    return TrainMemory(item * gathered, gradients + 4 * stays, (MASTER + MOMENTS) * stays, activations)
 
 
 def _attention_numbers(shape: ModelShape) -> int:

@@ -285,6 +285,10 @@ class TrainWorkload:
     mini_batches: int
     epochs: int
     forwards: float
+    fsdp: bool = False
+    """FSDP2 in place of ZeRO: every stage splits weights, gradients and optimizer state."""
+    state_offloads: bool = False
+    """With FSDP2 on a GPU: these are in host memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -432,6 +436,8 @@ def _training(spec: JobSpec, shapes: JobShapes, lengths: MeanLengths, longest: i
         mini_batches=train.mini_batches,
         epochs=train.epochs,
         forwards=recomputed + (train.kl_coef > 0),
+        fsdp=train.backend == "fsdp2",
+        state_offloads=train.offload_state,
     )
 
 

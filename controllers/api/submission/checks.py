@@ -7,6 +7,7 @@ nothing but the data caches and the folder of the runs.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import os
@@ -78,6 +79,18 @@ def check_engine(spec: JobSpec, nodes: Sequence[NodeRecord]) -> None:
     if where is not None and (without or not nodes):
         which = "no node has SGLang" if len(without) == len(nodes) else f"SGLang is missing on {', '.join(without)}"
         raise SpecError(which, where=where, fix=f"{HOW}, and restart the nodes. Or set {where}: torch")
+
+
+def check_backend(spec: JobSpec, nodes: Sequence[NodeRecord]) -> None:
+    """Check that the train backend is installed here; emulated slots need none. Raises SpecError."""
+    if spec.train.backend != "deepspeed" or importlib.util.find_spec("deepspeed") is not None:
+        return
+    if not nodes or not all(is_emulated(slot) for node in nodes for slot in node.slots):
+        raise SpecError(
+            "DeepSpeed is not installed here",
+            where="train.backend",
+            fix="Install gcore[train] on every node, or set train.backend: fsdp2",
+        )
 
 
 def wants_sglang(spec: JobSpec) -> tuple[str, ...]:

@@ -22,6 +22,7 @@ from controllers.api.store_reader import StoreReader
 from controllers.api.submission.allowlist import EVERYTHING, Allowlist
 from controllers.api.submission.checks import (
     CheckedJob,
+    check_backend,
     check_copies,
     check_engine,
     check_ranks,
@@ -157,6 +158,7 @@ class Submitter:
         """Check the spec; return the folder of the runs and the checked job. Raises GcoreError."""
         nodes = (await self._jobs.cluster()).nodes
         check_engine(spec, nodes)
+        check_backend(spec, nodes)
         check_ranks(spec, self._most_slots())
         check_served_judges(spec, nodes)
         check_spans(spec, nodes)

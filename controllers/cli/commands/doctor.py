@@ -1,6 +1,6 @@
 """`gcore doctor`: check this machine, the model hubs and the local cluster, and print a table of results with advice.
 
-The functions here collect facts; `view/doctor_checks` grades them. torch and DeepSpeed are checked in a separate process. Test processes,
+The functions here collect facts; `view/doctor_checks` grades them. torch and the train backends are checked in a separate process. Test processes,
 such as an etcd on a temporary folder, are stopped and their files removed. In the home folder, one temporary file is written. A home
 folder that does not exist is not created.
 """
@@ -106,7 +106,7 @@ async def _look(home: Path, wanted: RequestedSlots, *, online: bool, sglang_pyth
         doctor_checks.check_python(sys.version_info[:3]),
         *doctor_checks.check_packages(list(read_packages())),
         *doctor_checks.check_torch(probe, wanted),
-        doctor_checks.check_deepspeed(probe),
+        *doctor_checks.check_backends(probe),
         *etcd,
         *place,
         *inspect_machine(wanted),
@@ -155,7 +155,7 @@ def _pins(folder: Path) -> dict[str, str]:
 
 
 async def run_probe(*, devices: bool) -> dict[str, Any]:
-    """Test torch and DeepSpeed in a subprocess and return its output as parsed by `parse_probe`. `devices` False: hide
+    """Test torch and the train backends in a subprocess and return its output as parsed by `parse_probe`. `devices` False: hide
     the GPUs from it."""
     environment = {**os.environ, **thread_environment(1), "DS_ACCELERATOR": "cpu"}
     if not devices:
@@ -179,7 +179,7 @@ async def run_probe(*, devices: bool) -> dict[str, Any]:
 def parse_probe(out: str, err: str, code: int) -> dict[str, Any]:
     """Parse the JSON lines of the probe; other lines come from its libraries.
 
-    If the test of DeepSpeed (one optimizer update) did not succeed, the result has `error`: the last line of stderr, or
+    If the last test (an optimizer update with DeepSpeed) did not succeed, the result has `error`: the last line of stderr, or
     the exit `code`.
     """
     told: dict[str, Any] = {}

@@ -384,10 +384,11 @@ def check_files(spec: JobSpec, home: Path, sample: int | None) -> CheckedJob:
     `home`: home folder, whose cache of data is used if it exists. `sample`: number of prompts of each source to
     tokenize; None: all.
     """
-    from controllers.api.submission.checks import check_submission
+    from controllers.api.submission.checks import check_backend, check_submission
     from controllers.cli.view.data import progress_bar
 
     with tempfile.TemporaryDirectory(prefix="gcore-validate-") as scratch, progress_bar() as progress:
         # Keep the index in an existing home folder; do not create a home folder only for a check.
         folder = home if home.is_dir() else Path(scratch)
+        check_backend(spec, ())
         return check_submission(spec, folder / "runs", folder / "cache", sample=sample, progress=progress)

@@ -140,13 +140,22 @@ def check_torch(probe: Mapping[str, Any], wanted: RequestedSlots) -> Iterator[Ch
         yield Check("devices", OK, seen)
 
 
-def check_deepspeed(probe: Mapping[str, Any]) -> Check:
-    """Check DeepSpeed with one optimizer update on one rank. `probe` as in `check_torch`."""
+def check_backends(probe: Mapping[str, Any]) -> Iterator[Check]:
+    """Check each train backend with one optimizer update on one rank. `probe` as in `check_torch`."""
     version, error = probe.get("deepspeed"), probe.get("error")
+    why = f"failed: {error}" if error else "failed"
+    if not probe.get("fsdp2"):
+        yield Check("FSDP2", FAIL, f"an update on gloo {why}", "Install the pinned torch (constraints/cpu.txt)")
+        return
+    yield Check("FSDP2", OK, "an update on gloo succeeded")
     if "deepspeed" in probe:
-        return Check("DeepSpeed", OK, f"{version}; an update on gloo succeeded")
-    fix = "Install gcore[train] with DS_ACCELERATOR=cpu pip install --no-build-isolation deepspeed"
-    return Check("DeepSpeed", FAIL, f"cannot be imported: {error}" if error else "cannot be imported", fix)
+        yield Check("DeepSpeed", OK, f"{version}; an update on gloo succeeded")
+        return
+    fix = (
+        "Install gcore[train] with DS_ACCELERATOR=cpu pip install --no-build-isolation deepspeed, or set train.backend: "
+        "fsdp2 in each spec"
+    )
+    yield Check("DeepSpeed", WARN, f"cannot be imported: {error}" if error else "cannot be imported", fix)
 
 
 def check_etcd(path: str, version: str) -> Check:

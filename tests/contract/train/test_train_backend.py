@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,32 +60,34 @@ def world() -> Iterator[None]:
     os.environ.update(before)
 
 
-@pytest.fixture(params=["fake", "zero1", "zero2", "zero3", "fsdp1", "fsdp3", "fsdp offloaded"])
+REAL = ("zero1", "zero2", "zero3", "fsdp1", "fsdp3", "fsdp offloaded")
+
+
+def made(name: str, weights: dict[str, Tensor] | None = None) -> TrainBackend:
+    """The model as it is made, or with these weights, in a backend whose name ends with its stage."""
+    module = Bigram()
+    if weights is not None:
+        module.load_state_dict(weights, strict=False)
+    if name == "fake":
+        from gcore.train.hf_models import logits_of
+
+        return FakeTrainBackend(module, FEEDING, logits_of(module), betas=BETAS, max_grad_norm=CLIP)
+    offload = name.endswith("offloaded")
+    how = OptimizerSettings(3 if offload else int(name[-1]), False, BETAS, 0.0, CLIP, offload)
+    if name.startswith("fsdp"):
+        from gcore.train.backends.fsdp2 import Fsdp2Backend
+
+        return Fsdp2Backend(module, how, FEEDING)
+    from gcore.train.backends.deepspeed import DeepSpeedBackend
+
+    return DeepSpeedBackend(module, how, FEEDING)
+
+
+@pytest.fixture(params=["fake", *REAL])
 def make(request: pytest.FixtureRequest) -> Make:
-    if request.param == "fake":
-
-        def fake() -> TrainBackend:
-            from gcore.train.hf_models import logits_of
-
-            module = Bigram()
-            return FakeTrainBackend(module, FEEDING, logits_of(module), betas=BETAS, max_grad_norm=CLIP)
-
-        return fake
-    request.getfixturevalue("world")
-
-    def real() -> TrainBackend:
-        offload = request.param.endswith("offloaded")
-        stage = 3 if offload else int(request.param[-1])
-        how = OptimizerSettings(stage, False, BETAS, 0.0, CLIP, offload)
-        if request.param.startswith("fsdp"):
-            from gcore.train.backends.fsdp2 import Fsdp2Backend
-
-            return Fsdp2Backend(Bigram(), how, FEEDING)
-        from gcore.train.backends.deepspeed import DeepSpeedBackend
-
-        return DeepSpeedBackend(Bigram(), how, FEEDING)
-
-    return real
+    if request.param != "fake":
+        request.getfixturevalue("world")
+    return partial(made, request.param)
 
 
 @pytest.fixture
@@ -244,6 +247,23 @@ def test_a_restored_optimizer_goes_on_as_the_one_before(make: Make, tmp_path: Pa
     for one in (first, second):
         learn(one, 0.1, 4)
     assert all(same(everything(second, kind), everything(first, kind)) for kind in KINDS)
+
+
+@pytest.mark.usefixtures("world")
+@pytest.mark.parametrize(("first", "second"), [("zero1", "fsdp3"), ("fsdp1", "zero3"), ("fsdp offloaded", "zero2")])
+def test_a_checkpoint_goes_on_in_another_backend_bit_for_bit(first: str, second: str, tmp_path: Path) -> None:
+    before = made(first)
+    for target in (1, 2, 3):
+        learn(before, 0.01, target)
+    for kind in ("master", *ADAM):
+        save_file({name: one.contiguous() for name, one in everything(before, kind).items()}, tmp_path / kind)
+    weights = everything(before, "master")
+    after = made(second, weights)
+    after.restore_optimizer({kind: tmp_path / kind for kind in ADAM}, 3)
+    assert all(same(everything(after, kind), everything(before, kind)) for kind in KINDS)
+    for one in (before, after):
+        learn(one, 0.1, 4)
+    assert all(near(everything(after, kind), everything(before, kind)) for kind in KINDS)
 
 
 def test_one_rank_updates_every_part_of_every_parameter(backend: TrainBackend) -> None:

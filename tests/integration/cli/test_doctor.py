@@ -42,6 +42,7 @@ def test_nothing_fails_where_the_tests_run_and_hubs_that_are_away_are_but_warned
     code, checks = doctor("--online", cwd=tmp_path, HF_ENDPOINT=away, MODELSCOPE_ENDPOINT=away)
     assert [check for check in checks.values() if check["state"] == "fail"] == []
     assert code == 0
+    assert checks["FSDP2"]["seen"] == "an update on gloo succeeded"
     assert checks["DeepSpeed"]["seen"].endswith("an update on gloo succeeded")
     assert checks["etcd starts"]["state"] == "ok"
     assert list(tmp_path.iterdir()) == []
@@ -68,7 +69,7 @@ def test_a_broken_environment_fails_by_name_each_with_what_to_do(tmp_path: Path)
     )
     assert code == 1
     failed = {name for name, check in checks.items() if check["state"] == "fail"}
-    assert failed >= {"torch", "DeepSpeed", "etcd starts", "home", "open files", "SGLang"}
+    assert failed >= {"torch", "FSDP2", "etcd starts", "home", "open files", "SGLang"}
     assert "libc10.so is not there" in checks["torch"]["seen"]
     assert "is not etcd" in checks["etcd starts"]["seen"]
     assert checks["threads"]["state"] == "warn"

@@ -392,10 +392,9 @@ async def test_a_world_trains_dies_and_goes_on_from_its_checkpoints_with_the_sam
         assert "lost another rank" in world.ranks[0].wait("failed")["reason"]
         assert world.ranks[0].process.wait(60) == 1
 
-    # The next world has another size and stage, and another lineage.
-    with train_world(
-        tmp_path, make_spec(model, zero_stage=3), ranks=1, lineage=1, step=2, checkpoint="checkpoints/0-2"
-    ) as world:
+    # The next world has another size and backend, and another lineage.
+    fsdp2 = make_spec(model, zero_stage=3, backend="fsdp2")
+    with train_world(tmp_path, fsdp2, ranks=1, lineage=1, step=2, checkpoint="checkpoints/0-2") as world:
         staged = load_file(weights_folder(tmp_path, Version(1, 2)) / "model.safetensors")
         before = load_file(weights_folder(tmp_path, Version(0, 2)) / "model.safetensors")
         assert all(np.array_equal(staged[name], before[name]) for name in before)

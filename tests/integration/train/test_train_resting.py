@@ -1,4 +1,4 @@
-"""Train worlds that release their memory between steps train exactly as those that keep it, at every ZeRO stage."""
+"""Train worlds that release their memory between steps train exactly as those that keep it, at every ZeRO stage and with FSDP2."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import pytest
 from rank_worlds import run_worlds
 
 PROGRAM = Path(__file__).with_name("train_worlds_program.py")
-CASES = ("zero1", "zero2", "zero3")
+CASES = ("zero1", "zero2", "zero3", "fsdp2", "fsdp2-kept")
 COSTS = ("release_s", "restore_s", "released_bytes")
 NUMBERS = ("loss", "grad_norm", "kl_reference", "value_loss", "critic_grad_norm", "mismatch_kl", "learning_rate")
 STEPS = 4
 
 pytestmark = [
-    pytest.mark.chaos,  # six worlds of real ranks; the pieces have tests of their own
+    pytest.mark.chaos,  # ten worlds of real ranks; the pieces have tests of their own
     pytest.mark.timeout(900),  # everything is run once, for the first test
 ]
 
@@ -42,7 +42,7 @@ def test_a_world_that_rests_has_exactly_the_losses_of_one_that_does_not(folder: 
         for number in NUMBERS:
             assert got.get(number) == expected.get(number), f"{number} of step {step}"
     assert "loss" in awake[0]
-    assert ("value_loss" in awake[0]) == (case == "zero3")
+    assert ("value_loss" in awake[0]) == (case in ("zero3", "fsdp2"))
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -344,9 +344,10 @@ class Rank:
         critic = trainer._critique.critic
         step = self.work("values", 1)
         from gcore.train.batching import cut_step
+        from gcore.train.critic import values_of
 
         batch = cut_step(step, trainer._train, critic.feeding).batches[0][0]
-        values = critic.values(batch)
+        values = values_of(critic, batch)
         assert values.dtype == torch.float32
         seen = values[batch.scored]
         assert not torch.equal(seen.bfloat16().float(), seen), "the head rounds"

@@ -22,12 +22,13 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from rank_splits import FSDP2, split_of
 from train_rank_program import GROUPS, SAMPLES, VOCABULARY, make_model, make_step
 
 from gcore.ledger.balance import balance_samples
@@ -120,6 +121,8 @@ CASES: dict[str, dict[str, Any]] = {
     "zero1": PLAIN | {"zero_stage": 1},
     "half": PLAIN | {"zero_stage": 2, "dtype": "bf16"},
     "critic": PLAIN | GAE | {"zero_stage": 3},
+    "fsdp2": PLAIN | GAE | split_of(FSDP2),
+    "changed": PLAIN | {"zero_stage": 1},
 }
 
 
@@ -130,16 +133,19 @@ class Part:
     nodes: tuple[str, ...]
     until: int
     lost: tuple[str, ...] = ()
+    split: int = 0
+    """How the model is split, if not as the case says."""
 
 
 WORLDS = (Part(("a", "b"), 2, lost=("b",)), Part(("a",), 4), Part(("a", "b", "c"), STEPS))
 SAME = (Part(("a", "b"), 2, lost=("a",)), Part(("a", "b"), 4, lost=("b",)), Part(("a", "b"), STEPS))
-WORLDS_OF = dict.fromkeys(CASES, WORLDS) | {"half": SAME}
+CHANGED = (WORLDS[0], replace(WORLDS[1], split=FSDP2), WORLDS[2])
+WORLDS_OF = dict.fromkeys(CASES, WORLDS) | {"half": SAME, "changed": CHANGED}
 """In half precision other sums are other numbers, so that one case has worlds of the same size, and exactly the same losses."""
 
 
 def elastic_launch(folder: Path, case: str, name: str, lineage: int, part: Part, rank: int, start: Any) -> RankLaunch:
-    train = {"learning_rate": 5e-3, "schedule": "linear"} | CASES[case]
+    train = {"learning_rate": 5e-3, "schedule": "linear"} | CASES[case] | (split_of(part.split) if part.split else {})
     launch = launch_of(folder, folder / name, train, rank=rank, world_size=len(part.nodes), start=start)
     memory = folder / name / "memory" / part.nodes[rank]
     memory.mkdir(parents=True, exist_ok=True)
@@ -207,6 +213,8 @@ RESTING_CASES: dict[str, dict[str, Any]] = {
     "zero1": PLAIN | {"zero_stage": 1},
     "zero2": PLAIN | {"zero_stage": 2, "dtype": "bf16"},
     "zero3": PLAIN | GAE | {"zero_stage": 3},
+    "fsdp2": PLAIN | GAE | split_of(FSDP2),
+    "fsdp2-kept": PLAIN | {"backend": "fsdp2", "zero_stage": 1, "dtype": "bf16"},
 }
 ORDERS: dict[str, tuple[frozenset[str], ...]] = {
     "awake": (),

@@ -17,7 +17,7 @@ from gcore.testing import FakeClock
 
 GIB = 1 << 30
 HOME = Path("/home/x/.gcore")
-PROBE: dict[str, Any] = {"torch": "2.13.0+cpu", "cuda": None, "devices": [], "deepspeed": "0.19.8"}
+PROBE: dict[str, Any] = {"torch": "2.13.0+cpu", "cuda": None, "devices": [], "fsdp2": True, "deepspeed": "0.19.8"}
 CPU, CUDA = RequestedSlots("cpu", 2), RequestedSlots("cuda", 2)
 
 
@@ -32,7 +32,7 @@ def all_checks(**seen: Any) -> list[Check]:
         judge.check_python(get("python", (3, 11, 9))),
         *judge.check_packages([get("package", PackageFacts("pydantic", "2.14.3"))]),
         *judge.check_torch(probe, wanted),
-        judge.check_deepspeed(probe),
+        *judge.check_backends(probe),
         judge.check_etcd("/usr/bin/etcd", get("etcd", "3.5.21")),
         *judge.check_home(HOME, get("free", 100 * GIB), get("sync_ms", 1.0)),
         judge.check_clock(get("wall", 1.9e9), HOME, get("apart_s", 0.0)),
@@ -72,7 +72,8 @@ BROKEN: dict[str, tuple[dict[str, Any], str, CheckState]] = {
         CheckState.WARN,
     ),
     "no torch": ({"probe": {"error": "No module named 'torch'"}}, "torch", CheckState.FAIL),
-    "DeepSpeed that does not start": ({"probe": {"torch": "2.13.0", "error": "no gloo"}}, "DeepSpeed", CheckState.FAIL),
+    "FSDP2 that does not start": ({"probe": {"torch": "2.13.0", "error": "no gloo"}}, "FSDP2", CheckState.FAIL),
+    "no DeepSpeed": ({"probe": {"torch": "2.13.0", "fsdp2": True, "error": "none"}}, "DeepSpeed", CheckState.WARN),
     "GPUs that are not there": ({"wanted": CUDA}, "devices", CheckState.FAIL),
     "the wheel's etcd": ({"etcd": "3.5.1"}, "etcd", CheckState.WARN),
     "a full disk": ({"free": 1 << 20}, "home", CheckState.FAIL),
@@ -103,7 +104,7 @@ def test_broken_part_is_named_with_a_fix_and_no_other_part_is(case: str) -> None
     assert (name, state) in [(check.name, check.state) for check in bad]
     assert all(check.seen and check.fix for check in bad)
     others = {check.name for check in bad} - {name}
-    assert others <= ({"DeepSpeed"} if name == "torch" else set())
+    assert others <= ({"FSDP2"} if name == "torch" else set())
 
 
 async def test_no_etcd_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
