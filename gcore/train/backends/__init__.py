@@ -1,1 +1,1 @@
-"""How a model is spread over ranks and updated: DeepSpeed, process groups, variable-length attention."""
+"""How a model is spread over ranks and updated: DeepSpeed, FSDP2, process groups, variable-length attention."""
