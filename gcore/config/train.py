@@ -26,6 +26,42 @@ CLIPS: dict[str, dict[str, float]] = {"gspo": {"clip_low": 3e-4, "clip_high": 4e
 """Clip ranges of losses whose papers differ from PPO (arXiv 2507.18071, 2506.13585). A ratio is never negative, so clip_low 1 is no bound."""
 
 
+ALL_LINEAR = "all-linear"
+"""The target that stands for every linear layer except the output layer."""
+
+
+class LoraSpec(Section):
+    """Low-rank adapters (LoRA): only they are trained, beside the frozen model."""
+
+    rank: PositiveInt = Field(
+        8, le=4096, description="Rank of each adapter: columns of one matrix and rows of the other"
+    )
+    alpha: PositiveFloat | None = Field(
+        None, le=1e6, description="An adapter's product is multiplied by alpha / rank. Default: twice the rank"
+    )
+    targets: tuple[Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[A-Za-z0-9_.-]+$")], ...] = Field(
+        (ALL_LINEAR,),
+        min_length=1,
+        max_length=64,
+        description="Linear layers that get an adapter, by name or by the end of the name, such as q_proj. all-linear: all but the "
+        "output layer",
+    )
+
+    @property
+    def scale(self) -> float:
+        """The factor of an adapter's product, alpha / rank."""
+        return 2.0 if self.alpha is None else self.alpha / self.rank
+
+    @field_validator("targets")
+    @classmethod
+    def _all_or_some(cls, targets: tuple[str, ...]) -> tuple[str, ...]:
+        if ALL_LINEAR in targets and len(targets) > 1:
+            raise ValueError(f"{ALL_LINEAR} is every linear layer, but others are listed too; list it alone")
+        if len(set(targets)) < len(targets):
+            raise ValueError("a target is listed twice; list it once")
+        return targets
+
+
 class CriticSpec(Section):
     """The critic's model and optimizer. ZeRO stage, dtype, betas, schedule, mini-batches and packing come from the policy."""
 
@@ -207,6 +243,11 @@ class TrainSpec(Section):
         description="Keep each rank's weights, gradients and Adam's state in host memory, with backend: fsdp2 (GPUs only)",
     )
     dtype: Literal["fp32", "bf16"] = Field("fp32", description="Data type of the forward and backward pass")
+    lora: LoraSpec | None = Field(
+        None,
+        exclude_if=is_unset,
+        description="Low-rank adapters, trained in place of the whole policy. A critic is trained whole",
+    )
     learning_rate: Annotated[float, Field(ge=0)] = Field(1e-6, description="Peak learning rate")
     warmup_updates: Annotated[int, Field(ge=0)] = Field(
         0, description="Updates over which the learning rate rises linearly"

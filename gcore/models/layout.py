@@ -40,6 +40,10 @@ EXP_AVG_FILE = "exp_avg.safetensors"
 EXP_AVG_SQ_FILE = "exp_avg_sq.safetensors"
 MANIFEST_FILE = "manifest.json"
 
+ADAPTER_FILE = "adapter_model.safetensors"
+ADAPTER_CONFIG = "adapter_config.json"
+"""Files of a checkpoint that has only adapters (LoRA), as PEFT names them; it has no `MODEL_FILE`."""
+
 EMULATED_FILE = "emulated.json"
 """A file that marks folders written by emulated train ranks, which contain no weights."""
 
@@ -236,7 +240,8 @@ def verify_checkpoint(folder: Path) -> Manifest:
     Raises CheckpointDamaged with the file's name.
     """
     manifest = read_manifest(folder)
-    for needed in (MODEL_FILE, EXP_AVG_FILE, EXP_AVG_SQ_FILE, "config.json"):
+    weights = ADAPTER_FILE if ADAPTER_CONFIG in manifest.files else MODEL_FILE
+    for needed in (weights, EXP_AVG_FILE, EXP_AVG_SQ_FILE, "config.json"):
         if needed not in manifest.files:
             raise CheckpointDamaged(f"the manifest does not list {needed}", where=str(folder / MANIFEST_FILE))
     for name, expected in sorted(manifest.files.items()):

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from gcore.config.train import CriticSpec, TrainSpec
 from gcore.errors import DataError
 from gcore.models.layout import critic_folder
+from gcore.train.adapters import BaseModel, add_adapters, load_adapters
 from gcore.train.backends.base import OptimizerSettings, TrainBackend, forward_tensors
 from gcore.train.backends.packed_attention import NAME, PACKED, UnsupportedPackedAttention
 from gcore.train.batching import Feeding, LogitsOf, ModelInputs
@@ -31,6 +32,7 @@ from gcore.train.hf_models import (
     checkpoint_activations,
     load_module,
     logits_of,
+    model_dtype,
     vocabulary_of,
 )
 from gcore.train.packing import Packing, Rectangle
@@ -224,7 +226,7 @@ class RankModels:
 
     policy: TrainBackend
     """The model whose log-probabilities are trained and whose weights engines serve. Its outputs are logits."""
-    reference: Reference | None
+    reference: Reference | BaseModel | None
     critic: TrainBackend | None = None
     """Its outputs are values, one for each scored token."""
 
@@ -243,16 +245,21 @@ def load_models(
     in-memory replicas. Raises DataError if a model cannot be loaded or trained.
     """
     train, model = launch.spec.train, launch.spec.model
-    folder = launch.checkpoint_path or launch.model_path
+    # With adapters a checkpoint has nothing else, so the model is the base.
+    folder = launch.model_path if train.lora is not None else launch.checkpoint_path or launch.model_path
     module = load_module(folder, torch.float32, trust_remote_code=model.trust_remote_code)
     check_names(folder, module)
     tell()
     backbone = _other_backbone(launch, module)
     packing = choose_feeding(module, train, model.max_length, most, beside=backbone).packing
     tell()
-    original = _original(launch, module, packing) if train.kl_coef > 0 else None
+    original = _original(launch, module, packing) if train.kl_coef > 0 and train.lora is None else None
     if train.critic is not None and backbone is None:
         backbone = copy.deepcopy(module)
+    if train.lora is not None:
+        add_adapters(module, train.lora, launch.spec.seed, model_dtype(folder), folder)
+        if launch.checkpoint_path is not None:
+            load_adapters(module, launch.checkpoint_path)
     if fill is not None:
         fill("policy", module)
         tell()
@@ -269,7 +276,7 @@ def load_models(
     feeding = Feeding(packing, min(every), device)
     policy = _split(module, train, train, feeding)
     tell()
-    reference = Reference(original, train, device) if original is not None else None
+    reference = _reference(policy, original, train, device)
     tell()
     if value_model is None or train.critic is None:
         return RankModels(policy, reference)
@@ -278,6 +285,14 @@ def load_models(
     critic = _split(value_model, train, train.critic, feeding)
     tell()
     return RankModels(policy, reference, critic)
+
+
+def _reference(
+    policy: TrainBackend, original: nn.Module | None, train: TrainSpec, device: torch.device
+) -> Reference | BaseModel | None:
+    if original is not None:
+        return Reference(original, train, device)
+    return BaseModel(policy) if train.kl_coef > 0 else None
 
 
 def _split(module: nn.Module, train: TrainSpec, own: TrainSpec | CriticSpec, feeding: Feeding) -> TrainBackend:

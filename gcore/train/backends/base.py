@@ -79,7 +79,7 @@ class TrainBackend(Protocol):
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Full shape of every parameter by name, in the order of `tensors`. Not a collective."""
+        """Full shape of every trained parameter by name, in the order of `tensors`. Not a collective."""
         ...
 
     @property
@@ -110,7 +110,7 @@ class TrainBackend(Protocol):
         ...
 
     def tensors(self, kind: TensorKind) -> Iterator[NamedTensor]:
-        """Gather every parameter, or its value of `kind`, in full on every rank, one by one.
+        """Gather every trained parameter, or its value of `kind`, in full on every rank, one by one.
 
         Gathering is a collective, so every rank must read the iterator to the end.
         """
@@ -151,6 +151,11 @@ class TrainBackend(Protocol):
     def optimizer_tensors(self) -> Iterator[Tensor]:
         """Every tensor on this rank that only an update needs; some appear more than once. Not a collective."""
         ...
+
+
+def trained_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that get gradients, by name; the others are frozen."""
+    return {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
 
 
 def saved_buffers(module: nn.Module) -> Iterator[NamedTensor]:

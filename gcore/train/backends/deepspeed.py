@@ -43,6 +43,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from gcore.config.train import TrainSpec
+from gcore.models.adapters import stored_name
 from gcore.models.publisher import NamedTensor
 from gcore.models.replicas import Extent
 from gcore.train.backends.base import (
@@ -53,6 +54,7 @@ from gcore.train.backends.base import (
     UpdateResult,
     forward_tensors,
     saved_buffers,
+    trained_parameters,
 )
 from gcore.train.batching import Feeding, LogitsOf, make_dummy
 from gcore.train.hf_models import logits_of, parameter_groups, set_evaluation_mode
@@ -69,13 +71,14 @@ class DeepSpeedBackend:
         float32.
         """
         silence_deepspeed()
-        shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
+        trained = trained_parameters(module)
+        shapes = {name: tuple(parameter.shape) for name, parameter in trained.items()}
         """Full (unpartitioned) shape of every parameter by name, in the order of `tensors`."""
         # DeepSpeed rounds the whole module, and creates its float32 copy from that. Below, the lost bits of parameters
         # are restored, and all bits of buffers, because rotary frequencies need full precision.
-        masters = {name: one.detach().clone() for name, one in module.named_parameters()} if how.half else {}
+        masters = {name: one.detach().clone() for name, one in trained.items()} if how.half else {}
         buffers = {name: one.detach().clone() for name, one in module.named_buffers()}
-        parameters = sum(parameter.numel() for parameter in module.parameters())
+        parameters = sum(parameter.numel() for parameter in trained.values())
         engine, *_ = deepspeed.initialize(
             model=module,
             model_parameters=parameter_groups(module, how.weight_decay),
@@ -91,7 +94,7 @@ class DeepSpeedBackend:
         """DeepSpeed's ZeRO optimizer, which wraps torch's own."""
         self._stage = how.zero_stage
         self._ranks: int = engine.world_size
-        self._names: dict[str, nn.Parameter] = dict(module.named_parameters())
+        self._names: dict[str, nn.Parameter] = trained_parameters(module)
         self.feeding = feeding
         self.outputs_of: LogitsOf = logits_of(engine)
         """Computes the model's outputs for the scored tokens, [n, width]."""
@@ -201,7 +204,7 @@ class DeepSpeedBackend:
         for kind, path in states.items():
             with safe_open(path, framework="pt") as file:
                 for name, parameter in self._names.items():
-                    self._set(parameter, file.get_tensor(name).to(parameter.device), kind)
+                    self._set(parameter, file.get_tensor(stored_name(name)).to(parameter.device), kind)
         self._set_adam_steps(adam_steps)
 
     def forward_tensors(self) -> Iterator[Tensor]:

@@ -28,9 +28,19 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from gcore.config.train import TrainSpec
+from gcore.models.adapters import stored_name
 from gcore.models.publisher import NamedTensor
 from gcore.models.replicas import Extent
-from gcore.train.backends.base import ADAM_EPS, AdamKind, OptimizerSettings, TensorKind, UpdateResult, saved_buffers
+from gcore.train.backends.base import (
+    ADAM_EPS,
+    AdamKind,
+    OptimizerSettings,
+    TensorKind,
+    UpdateResult,
+    forward_tensors,
+    saved_buffers,
+    trained_parameters,
+)
 from gcore.train.batching import Feeding, LogitsOf
 from gcore.train.hf_models import logits_of, set_evaluation_mode
 
@@ -45,7 +55,7 @@ class Fsdp2Backend:
         self.module = module
         self.feeding = feeding
         self.shapes: Mapping[str, tuple[int, ...]] = {
-            name: tuple(parameter.shape) for name, parameter in module.named_parameters()
+            name: tuple(parameter.shape) for name, parameter in trained_parameters(module).items()
         }
         self._how = how
         self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
@@ -56,8 +66,8 @@ class Fsdp2Backend:
             buffer.data = buffers[name].to(feeding.device)  # rotary frequencies need full precision
         set_evaluation_mode(module)
         self.outputs_of: LogitsOf = logits_of(module)
-        self._sharded: dict[str, Any] = dict(module.named_parameters())
-        """The parameters as FSDP's DTensors. The module itself has gathered ones while it computes."""
+        self._sharded: dict[str, Any] = dict(trained_parameters(module))
+        """The trained parameters as FSDP's DTensors. The module itself has gathered ones while it computes."""
         self._own = {name: nn.Parameter(one.to_local().detach()) for name, one in self._sharded.items()}
         """This rank's rows of each parameter: the memory of its shard, as the optimizer's parameter."""
         self._optimizer = self._make_optimizer()
@@ -142,7 +152,7 @@ class Fsdp2Backend:
                 for name in self.shapes:
                     first, end = self._rows(name)
                     if first < end:
-                        self._value(name, kind).copy_(file.get_slice(name)[first:end])
+                        self._value(name, kind).copy_(file.get_slice(stored_name(name))[first:end])
         self.count_updates(adam_steps)
 
     def count_updates(self, adam_steps: int) -> None:
@@ -153,8 +163,7 @@ class Fsdp2Backend:
     def forward_tensors(self) -> Iterator[Tensor]:
         """Every tensor on this rank that a forward pass uses: its shards. Frees gathered weights. Not a collective."""
         self._reshard()
-        yield from self._own.values()
-        yield from self.module.buffers()
+        yield from forward_tensors(self.module)
 
     def optimizer_tensors(self) -> Iterator[Tensor]:
         """Every tensor on this rank that only an update needs. Not a collective."""

@@ -45,7 +45,7 @@ from gcore.models.replicas import (
     shard_bytes,
 )
 from gcore.system.fault_injection import FaultPoint, fault_point
-from gcore.train.backends.base import TrainBackend
+from gcore.train.backends.base import TrainBackend, trained_parameters
 from gcore.train.backends.distributed import Collective
 from gcore.train.checkpoint.writer import UpdateCounts
 from gcore.train.models import RankModels
@@ -337,11 +337,11 @@ class ReplicaRestore:
         self.progress = self._agreed()
 
     def fill(self, model: str, module: nn.Module) -> None:
-        """Replace the float32 weights of a complete (not partitioned) module by those of `model` in the state.
+        """Replace the trained float32 weights of a complete (not partitioned) module by those of `model` in the state.
 
         `model`: `policy` or `critic`. Raises CopiesLost.
         """
-        parameters = dict(module.named_parameters())
+        parameters = trained_parameters(module)
         with torch.no_grad():
             for one in self._values(model, "master", {name: p.shape for name, p in parameters.items()}):
                 parameters[one.name].copy_(one.tensor)

@@ -11,7 +11,6 @@ checkpoint is due while the previous one is still being written, all ranks wait 
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -21,13 +20,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from gcore.models.adapters import stored_name
 from gcore.models.layout import (
+    ADAPTER_CONFIG,
+    ADAPTER_FILE,
     CRITIC_FOLDER,
     EXP_AVG_FILE,
     EXP_AVG_SQ_FILE,
     MANIFEST_FILE,
     MODEL_FILE,
-    Dtype,
     FileEntry,
     Manifest,
     TensorsFile,
@@ -42,31 +43,16 @@ from gcore.models.layout import (
 from gcore.models.publisher import NamedTensor
 from gcore.rollout.api import FolderUpdate, WeightUpdate
 from gcore.system.files import replace_folder
+from gcore.train.adapters import adapter_config
 from gcore.train.backends.base import TensorKind, TrainBackend
 from gcore.train.checkpoint.run_files import BackgroundWriter, Highest, RetryingWriter, WriteCallback
+from gcore.train.checkpoint.served import CODES, MergedModel, ServedWeights, WholeModel
+from gcore.train.hf_models import model_dtype
 from gcore.train.rank.launch import RankLaunch
 from gcore.types import Version
 
-CHECKPOINT_KINDS: Mapping[str, TensorKind] = {
-    MODEL_FILE: "master",
-    EXP_AVG_FILE: "exp_avg",
-    EXP_AVG_SQ_FILE: "exp_avg_sq",
-}
-"""Which values of the parameters each safetensors file of a checkpoint contains."""
-
-CODES: Mapping[torch.dtype, Dtype] = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-"""The name of each dtype in a safetensors file."""
+MOMENTS: Mapping[str, TensorKind] = {EXP_AVG_FILE: "exp_avg", EXP_AVG_SQ_FILE: "exp_avg_sq"}
+"""Which of Adam's moments each safetensors file of a checkpoint contains; another file has the float32 weights."""
 
 ALIGNED = 8
 """Alignment in bytes of each tensor in the snapshot's memory."""
@@ -102,8 +88,10 @@ class HostSnapshot:
     critic alike. There is at most one snapshot; its memory is reused for the next checkpoint.
     """
 
-    def __init__(self, model: TrainBackend) -> None:
+    def __init__(self, model: TrainBackend, weights_file: str = MODEL_FILE) -> None:
+        """`weights_file`: name of the file with the float32 weights."""
         self._model = model
+        self._kinds: Mapping[str, TensorKind] = {weights_file: "master", **MOMENTS}
         self._memory: dict[str, Tensor] = {}
 
     @torch.no_grad()
@@ -111,16 +99,16 @@ class HostSnapshot:
         """Copy the model's weights and its optimizer's state, on the writing rank. A collective. Overwrites the
         previous snapshot.
         """
-        return tuple(self._file(name, kind, tell) for name, kind in CHECKPOINT_KINDS.items())
+        return tuple(self._file(name, kind, tell) for name, kind in self._kinds.items())
 
     def take_part(self, tell: Callable[[], None]) -> None:
         """Take part in the collectives of another rank's `take`, and keep nothing."""
-        for kind in CHECKPOINT_KINDS.values():
+        for kind in self._kinds.values():
             for _ in self._model.tensors(kind):
                 tell()
 
     def _file(self, name: str, kind: TensorKind, tell: Callable[[], None]) -> SnapshotFile:
-        extra = list(self._model.buffers()) if name == MODEL_FILE else []
+        extra = list(self._model.buffers()) if kind == "master" else []
         sizes = [4 * torch.Size(shape).numel() for shape in self._model.shapes.values()]
         sizes += [one.tensor.numel() * one.tensor.element_size() for one in extra]
         memory = self._memory_of(name, sum(_aligned(size) for size in sizes))
@@ -129,7 +117,9 @@ class HostSnapshot:
             size = one.tensor.numel() * dtype.itemsize
             place = memory[at : at + size]
             place.view(dtype).copy_(one.tensor.detach().reshape(-1))
-            copied[one.name] = SnapshotTensor(TensorShape(CODES[dtype], tuple(one.tensor.shape)), place.numpy().data)
+            copied[stored_name(one.name)] = SnapshotTensor(
+                TensorShape(CODES[dtype], tuple(one.tensor.shape)), place.numpy().data
+            )
             at += _aligned(size)
             tell()
         return SnapshotFile(name, copied)
@@ -156,14 +146,6 @@ DRAIN_S = 0.5
 
 BLOCK_BYTES = 16 << 20
 """Bytes that are written between two fsyncs; progress is reported after each."""
-
-NAMES: Mapping[str, torch.dtype] = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float64": torch.float64,
-}
-"""torch's dtypes by their names in a model's config.json."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,8 +182,12 @@ class FolderPublisher:
         highest: Highest,
     ) -> None:
         self._launch = launch
-        self._model = model
         self._dtype = model_dtype(launch.model_path)
+        self._served: ServedWeights = (
+            WholeModel(model, self._dtype)
+            if launch.spec.train.lora is None
+            else MergedModel(model, launch.spec.train.lora, launch.model_path, self._dtype)
+        )
         self._writes = launch.rank == 0
         self._writer = writer
         self.insisting = insisting
@@ -218,7 +204,7 @@ class FolderPublisher:
 
     def _stage(self, target: Path, tell: Callable[[], None]) -> None:
         """Try once to write the weights to `target`. Takes part in all collectives even after a disk error."""
-        tensors = self._model.tensors("served")
+        tensors = self._served.tensors(writes=self._writes, tell=tell)
         try:
             if self._writes:
                 self._writer.folder.check()
@@ -239,15 +225,10 @@ class FolderPublisher:
             shutil.rmtree(weights_folder(self._launch.run_path, update.version), ignore_errors=True)
 
     def _write_served(self, path: Path, tensors: Iterator[NamedTensor], tell: Callable[[], None]) -> None:
-        model, extra = self._model, list(self._model.buffers())
-        shapes = {key: TensorShape(CODES[self._dtype], shape) for key, shape in model.shapes.items()}
-        shapes |= {one.name: TensorShape(CODES[one.tensor.dtype], tuple(one.tensor.shape)) for one in extra}
-        with TensorsFile(path, shapes, hashed=False) as file:
+        with TensorsFile(path, self._served.shapes(), hashed=False) as file:
             for one in tensors:
-                file.write(one.name, _bytes(one.tensor.to(self._dtype)))
-                tell()
-            for one in extra:
                 file.write(one.name, _bytes(one.tensor))
+                tell()
 
 
 class CheckpointWriter:
@@ -265,7 +246,11 @@ class CheckpointWriter:
     ) -> None:
         self._launch = launch
         self._writes = launch.rank == 0
-        self._copies = [_Model("", HostSnapshot(policy), launch.model_path)]
+        lora = launch.spec.train.lora
+        self._adapters = None if lora is None else adapter_config(policy.module, lora, launch.model_path)
+        self._copies = [
+            _Model("", HostSnapshot(policy, MODEL_FILE if lora is None else ADAPTER_FILE), launch.model_path)
+        ]
         if critic is not None:
             self._copies.append(_Model(f"{CRITIC_FOLDER}/", HostSnapshot(critic), launch.critic_path))
         self.writer = writer or BackgroundWriter(launch.run_path, launch.world)
@@ -321,6 +306,9 @@ class CheckpointWriter:
                 for one in copies:
                     files[model.prefix + one.name] = _write_copy(inner / one.name, one, tick)
                 files |= {model.prefix + name: entry for name, entry in _copied(model.source, inner)}
+            if self._adapters is not None:
+                (folder / ADAPTER_CONFIG).write_bytes(self._adapters.encode())
+                files[ADAPTER_CONFIG] = file_entry(folder / ADAPTER_CONFIG)
             (folder / MANIFEST_FILE).write_bytes(Manifest.model_validate(fields | {"files": files}).encode())
 
         total = sum(one.nbytes for _, copies in taken for one in copies)
@@ -364,15 +352,6 @@ def restore_critic(critic: TrainBackend, folder: Path, manifest: Manifest) -> No
 
 def _restore(model: TrainBackend, folder: Path, adam_steps: int) -> None:
     model.restore_optimizer({"exp_avg": folder / EXP_AVG_FILE, "exp_avg_sq": folder / EXP_AVG_SQ_FILE}, adam_steps)
-
-
-def model_dtype(model: Path) -> torch.dtype:
-    """The dtype that the config of the model in `model` states for its weights; float32 if it states none or an unknown
-    one.
-    """
-    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
-    name = config.get("dtype") or config.get("torch_dtype") or "float32"
-    return NAMES.get(str(name), torch.float32)
 
 
 def _bytes(tensor: Tensor) -> memoryview:

@@ -1,0 +1,146 @@
+"""Low-rank adapters (LoRA) in files: their names, PEFT's configuration, and the merge with the base model.
+
+An adapter changes a linear layer's matrix W [out, in] to W + s·B·A, with A [rank, in], B [out, rank] and
+s = alpha / rank (Hu et al. 2021, LoRA, section 4.1). A checkpoint of such a training has the adapters alone, in PEFT's
+layout, so that its folder is itself a PEFT adapter.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from gcore.errors import DataError
+from gcore.models.hubs import INDEX, WHOLE
+from gcore.models.layout import ADAPTER_CONFIG, ADAPTER_FILE, TensorShape
+from gcore.models.publisher import NamedTensor
+
+_PREFIX = "base_model.model."
+"""What PEFT puts before the names of a model's modules in its files."""
+
+_OWN = ".default."
+"""What stands before the last part of an adapter's name in a module, but not in a file."""
+
+
+def stored_name(name: str) -> str:
+    """The name of a module's parameter in a file; only the parameters of adapters have another one there."""
+    return f"{_PREFIX}{name.replace(_OWN, '.')}" if ".lora_" in name else name
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterConfig:
+    """What a checkpoint says of its adapters. `base`: the folder of the base model."""
+
+    base: str
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]
+
+    def encode(self) -> bytes:
+        """As the `adapter_config.json` that PEFT reads."""
+        fields: dict[str, Any] = {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": self.base,
+            "r": self.rank,
+            "lora_alpha": self.alpha,
+            "lora_dropout": 0.0,
+            "bias": "none",
+            "target_modules": list(self.targets),
+            "fan_in_fan_out": False,
+            "inference_mode": True,
+        }
+        return json.dumps(fields, indent=2).encode()
+
+    @classmethod
+    def read(cls, folder: Path) -> AdapterConfig:
+        """Read the configuration of the adapters in `folder`. Raises DataError."""
+        path = folder / ADAPTER_CONFIG
+        try:
+            found = json.loads(path.read_bytes())
+            targets = tuple(map(str, found["target_modules"]))
+            return cls(str(found["base_model_name_or_path"]), int(found["r"]), float(found["lora_alpha"]), targets)
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            raise DataError(f"cannot read the adapter's configuration ({error})", where=str(path)) from error
+
+
+def stored_tensors(folder: Path) -> Iterator[NamedTensor]:
+    """Yield the tensors of a model folder's safetensors files, in the order of the files. Raises DataError."""
+    for path in _weight_files(folder):
+        try:
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118  (a safetensors file is not a mapping)
+                    yield NamedTensor(name, file.get_tensor(name))
+        except (OSError, SafetensorError) as error:
+            raise DataError(f"cannot read the weights ({error})", where=str(path), fix="Restore the model") from error
+
+
+def stored_shapes(folder: Path) -> dict[str, TensorShape]:
+    """Dtype and shape of each tensor in a model folder, in the order of `stored_tensors`. Raises DataError."""
+    found: dict[str, TensorShape] = {}
+    for path in _weight_files(folder):
+        try:
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118
+                    one = file.get_slice(name)
+                    found[name] = TensorShape(one.get_dtype(), tuple(one.get_shape()))
+        except (OSError, SafetensorError) as error:
+            raise DataError(f"cannot read the weights ({error})", where=str(path), fix="Restore the model") from error
+    return found
+
+
+def merged_tensors(
+    base: Path, adapters: Mapping[str, Tensor], scale: float, dtype: torch.dtype
+) -> Iterator[NamedTensor]:
+    """Yield the base model's tensors with the adapters added: in float32, rounded once to `dtype`.
+
+    `adapters`: A and B by their names in files. `scale`: alpha / rank. Raises DataError if an adapter belongs to no
+    matrix of the base model.
+    """
+    left = {name for name in adapters if name.endswith(".lora_A.weight")}
+    for one in stored_tensors(base):
+        down = f"{_PREFIX}{one.name.removesuffix('.weight')}.lora_A.weight"
+        if down not in adapters:
+            yield NamedTensor(one.name, one.tensor.to(dtype) if one.tensor.is_floating_point() else one.tensor)
+            continue
+        left.discard(down)
+        a, b = adapters[down].float(), adapters[down.replace(".lora_A.", ".lora_B.")].float()
+        if (b.shape[0], a.shape[1]) != tuple(one.tensor.shape):
+            raise _foreign(base, down)
+        yield NamedTensor(one.name, (one.tensor.float() + scale * (b @ a)).to(dtype))
+    if left:
+        raise _foreign(base, min(left))
+
+
+def read_adapters(folder: Path) -> dict[str, Tensor]:
+    """Read the adapters of a checkpoint, by their names in files. Raises DataError."""
+    path = folder / ADAPTER_FILE
+    try:
+        with safe_open(path, framework="pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise DataError(f"cannot read the adapters ({error})", where=str(path)) from error
+
+
+def _foreign(base: Path, name: str) -> DataError:
+    return DataError(
+        f"the adapter {name} fits no matrix of the base model", where=str(base), fix="Name the model it was trained on"
+    )
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    index = folder / INDEX
+    if not index.is_file():
+        return [folder / WHOLE]
+    try:
+        named = json.loads(index.read_bytes())["weight_map"].values()
+        return [folder / name for name in dict.fromkeys(map(str, named))]
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise DataError("cannot read the index of the weights", where=str(index)) from error

@@ -1,0 +1,169 @@
+"""Adapters in a model in training, in files, and merged, compared with PEFT and transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from gcore.config.train import LoraSpec
+from gcore.errors import DataError
+from gcore.models.adapters import AdapterConfig, merged_tensors, read_adapters, stored_name, stored_shapes
+from gcore.models.layout import ADAPTER_CONFIG, ADAPTER_FILE
+from gcore.testing.models import make_tiny_model
+from gcore.train.adapters import BaseModel, adapter_config, add_adapters, load_adapters
+from gcore.train.checkpoint.served import CODES
+from gcore.train.hf_models import load_module
+
+LORA = LoraSpec(rank=4, alpha=6)
+IDS = torch.tensor([[5, 9, 17, 4, 30, 8]])
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+def adapted(model: Path, lora: LoraSpec = LORA, *, seed: int = 1, trained: bool = True) -> nn.Module:
+    """The model with adapters; with `trained`, B is as if it had been trained."""
+    module = load_module(model, torch.float32)
+    add_adapters(module, lora, seed, torch.float32, model)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            if trained and ".lora_B." in name:
+                parameter.normal_(std=0.1, generator=generator)
+    return module
+
+
+def logits(module: Any) -> Tensor:
+    with torch.inference_mode():
+        found: Tensor = module(input_ids=IDS).logits
+    return found
+
+
+def saved(module: nn.Module, folder: Path, model: Path, lora: LoraSpec = LORA) -> Path:
+    folder.mkdir()
+    trained = {stored_name(name): one.detach() for name, one in module.named_parameters() if one.requires_grad}
+    save_file(trained, folder / ADAPTER_FILE)
+    (folder / ADAPTER_CONFIG).write_bytes(adapter_config(module, lora, model).encode())
+    return folder
+
+
+class Policy:
+    def __init__(self, module: Any) -> None:
+        self.module = module
+        self.outputs_of = lambda ids: module(input_ids=ids).logits
+
+
+def test_a_new_adapter_changes_nothing_and_is_all_that_is_trained(model: Path) -> None:
+    plain, module = load_module(model, torch.float32), adapted(model, trained=False)
+    assert torch.equal(logits(module), logits(plain))
+    names = [name for name, one in module.named_parameters() if one.requires_grad]
+    assert len(names) == 2 * 7 * 2, "seven matrices in each of two layers, A and B of each"
+    assert all(".lora_A." in name or ".lora_B." in name for name in names)
+    assert torch.equal(logits(adapted(model)), logits(adapted(model)))
+    assert not torch.equal(logits(adapted(model, seed=1)), logits(adapted(model, seed=2)))
+
+
+def test_the_frozen_model_has_the_values_that_engines_serve(model: Path) -> None:
+    module = load_module(model, torch.float32)
+    add_adapters(module, LORA, 0, torch.bfloat16, model)
+    frozen = [one for one in module.parameters() if not one.requires_grad]
+    assert all(torch.equal(one, one.bfloat16().float()) for one in frozen)
+    assert {one.dtype for one in module.parameters()} == {torch.float32}
+
+
+def test_peft_loads_a_checkpoints_folder_with_the_same_outputs(model: Path, tmp_path: Path) -> None:
+    from peft import PeftModel
+
+    module = adapted(model)
+    folder = saved(module, tmp_path / "adapter", model)
+    loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32), str(folder))
+    assert torch.allclose(logits(loaded.eval()), logits(module), atol=1e-6)
+    again = adapted(model, trained=False)
+    load_adapters(again, folder)
+    assert torch.equal(logits(again), logits(module))
+
+
+def test_the_merged_model_has_the_outputs_of_the_adapted_one(model: Path, tmp_path: Path) -> None:
+    module = adapted(model)
+    assert not torch.allclose(logits(module), logits(load_module(model, torch.float32)), atol=1e-2)
+    folder = saved(module, tmp_path / "adapter", model)
+    tensors = {one.name: one.tensor for one in merged_tensors(model, read_adapters(folder), LORA.scale, torch.float32)}
+    assert list(tensors) == list(stored_shapes(model))
+    merged = make_tiny_model(tmp_path / "merged", seed=9)
+    save_file(tensors, merged / "model.safetensors", metadata={"format": "pt"})
+    assert torch.allclose(logits(load_module(merged, torch.float32)), logits(module), atol=1e-5)
+
+
+def test_the_sum_is_rounded_once(model: Path, tmp_path: Path) -> None:
+    adapters = read_adapters(saved(adapted(model), tmp_path / "adapter", model))
+    exact = {one.name: one.tensor for one in merged_tensors(model, adapters, LORA.scale, torch.float32)}
+    for one in merged_tensors(model, adapters, LORA.scale, torch.bfloat16):
+        assert torch.equal(one.tensor, exact[one.name].bfloat16())
+        assert CODES[one.tensor.dtype] == "BF16"
+
+
+def test_the_reference_is_the_model_without_its_adapters(model: Path) -> None:
+    module = adapted(model)
+    before = logits(module)
+    reference = BaseModel(Policy(module))  # type: ignore[arg-type]
+    with reference.awake() as outputs_of:
+        assert torch.equal(outputs_of(IDS), logits(load_module(model, torch.float32)))  # type: ignore[arg-type]
+    assert torch.equal(logits(module), before)
+    assert list(reference.forward_tensors()) == []
+    assert all(one.requires_grad for name, one in module.named_parameters() if ".lora_" in name)
+
+
+@pytest.mark.parametrize(
+    ("lora", "said"),
+    [
+        (LoraSpec(targets=("query",)), r"no linear layer of the model is called 'query'.*q_proj"),
+        (LoraSpec(targets=("q_proj", "norm")), r"no linear layer of the model is called 'norm'"),
+        (LoraSpec(rank=33), r"rank 33 is above the width of layer .*k_proj.* \(16\)"),
+        (LoraSpec(targets=("lm_head",)), r"the output layer shares its matrix with the embedding"),
+    ],
+)
+def test_adapters_that_do_not_fit_the_model_are_refused(model: Path, lora: LoraSpec, said: str) -> None:
+    module = load_module(model, torch.float32)
+    with pytest.raises(DataError, match=said):
+        add_adapters(module, lora, 0, torch.float32, model)
+    assert all(one.requires_grad for one in module.parameters()), "nothing was changed"
+
+
+def test_targets_are_named_by_the_end_of_their_names(model: Path) -> None:
+    module = adapted(model, LoraSpec(targets=("q_proj", "model.layers.1.mlp.up_proj")))
+    names = {name for name, one in module.named_parameters() if one.requires_grad and ".lora_A." in name}
+    assert {name.partition(".lora_A")[0].removeprefix("model.layers.") for name in names} == {
+        "0.self_attn.q_proj",
+        "1.self_attn.q_proj",
+        "1.mlp.up_proj",
+    }
+
+
+def test_adapters_of_another_shape_or_model_are_refused(model: Path, tmp_path: Path) -> None:
+    folder = saved(adapted(model), tmp_path / "adapter", model)
+    with pytest.raises(DataError, match=r"adapters of the checkpoint differ from those of the spec"):
+        load_adapters(adapted(model, LoraSpec(rank=2)), folder)
+    with pytest.raises(DataError, match=r"adapters of the checkpoint differ from those of the spec"):
+        load_adapters(adapted(model, LoraSpec(rank=4, targets=("q_proj",))), folder)
+    wider = make_tiny_model(tmp_path / "wider", hidden=64)
+    shallow = make_tiny_model(tmp_path / "shallow", layers=1)
+    for other in (wider, shallow):
+        with pytest.raises(DataError, match=r"fits no matrix of the base model"):
+            list(merged_tensors(other, read_adapters(folder), LORA.scale, torch.float32))
+
+
+def test_the_configuration_is_read_as_it_was_written(model: Path, tmp_path: Path) -> None:
+    folder = saved(adapted(model), tmp_path / "adapter", model)
+    every = ("down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj")
+    assert AdapterConfig.read(folder) == AdapterConfig(str(model), 4, 6.0, every)
+    (folder / ADAPTER_CONFIG).write_text("{}")
+    with pytest.raises(DataError, match=r"cannot read the adapter's configuration"):
+        AdapterConfig.read(folder)
