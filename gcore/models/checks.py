@@ -20,6 +20,7 @@ from typing import Any
 
 from gcore.errors import DataError
 from gcore.models.hubs import INDEX, WHOLE, ModelError
+from gcore.models.layout import ADAPTER_CONFIG
 
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 """File types of pickled weights."""
@@ -151,6 +152,12 @@ def check_whole(folder: Path) -> None:
         files = _files_of_index(folder / INDEX)
     else:
         files = [WHOLE]
+        if not (folder / WHOLE).is_file() and (folder / ADAPTER_CONFIG).is_file():
+            raise ModelError(
+                "the folder has an adapter and not the whole model",
+                where=str(folder),
+                fix="Merge it with its base model: `gcore export` does for a job with train.lora",
+            )
         if not (folder / WHOLE).is_file():
             raise ModelError(
                 f"the model folder has no weights ({WHOLE})",

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -75,15 +75,6 @@ def _first_line(error: BaseException) -> str:
     return text.splitlines()[0][:200] if text else type(error).__name__
 
 
-NAMES: Mapping[str, torch.dtype] = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float64": torch.float64,
-}
-"""torch's dtypes by their names in a model's config.json."""
-
-
 CHECKPOINT_FIX = "Set train.activation_checkpointing: false"
 
 
@@ -137,15 +128,6 @@ def vocabulary_of(module: nn.Module) -> int:
     model: Any = module
     sizes = [part.weight.shape[0] for part in (model.get_input_embeddings(), model.get_output_embeddings()) if part]
     return int(min(sizes))
-
-
-def model_dtype(model: Path) -> torch.dtype:
-    """The dtype that the config of the model in `model` states for its weights; float32 if it states none or an unknown
-    one.
-    """
-    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
-    name = config.get("dtype") or config.get("torch_dtype") or "float32"
-    return NAMES.get(str(name), torch.float32)
 
 
 def cast_parameters(module: nn.Module, dtype: torch.dtype) -> nn.Module:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from gcore.config.train import CriticSpec, TrainSpec
 from gcore.errors import DataError
+from gcore.models.dtypes import model_dtype
 from gcore.models.layout import critic_folder
 from gcore.train.adapters import BaseModel, add_adapters, load_adapters
 from gcore.train.backends.base import OptimizerSettings, TrainBackend, forward_tensors
@@ -32,7 +33,6 @@ from gcore.train.hf_models import (
     checkpoint_activations,
     load_module,
     logits_of,
-    model_dtype,
     vocabulary_of,
 )
 from gcore.train.packing import Packing, Rectangle

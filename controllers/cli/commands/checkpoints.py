@@ -57,8 +57,16 @@ def export(
     step: Annotated[
         int | None, typer.Option(help="Use the checkpoint of this step, not the newest.", min=1, max=2**31 - 1)
     ] = None,
+    adapter: Annotated[
+        bool, typer.Option("--adapter", help="Copy the adapter alone, for PEFT (jobs with train.lora).")
+    ] = False,
+    base: Annotated[
+        Path | None, typer.Option(help="Folder of the adapter's base model. Default: where the job found it.")
+    ] = None,
 ) -> None:
     """Copy the model of a checkpoint, ready for `from_pretrained` and for serving. Default: the newest checkpoint.
+
+    An adapter (train.lora) is merged with its base model, unless `--adapter` is given.
 
     A name selects the newest job of that name; a uid selects exactly one job. If no cluster is running, finished runs in the home folder
     are searched.
@@ -72,7 +80,7 @@ def export(
     digest = checkpoint_digest(folder, found.uid, home, address) if found.digest is None else found.digest
     try:
         with local_checkpoint(folder, found.uid, home, address, to) as here:
-            copy_model(here, to, digest)
+            copy_model(here, to, digest, adapter=adapter, base=base)
     except CheckpointDamaged as error:
         others = (
             f"List the others with `gcore checkpoints {found.uid}`; export one with `gcore export {found.uid} --step N`"

@@ -9,27 +9,11 @@ from typing import Protocol
 import torch
 
 from gcore.config.train import LoraSpec
-from gcore.models.adapters import merged_tensors, stored_name, stored_shapes
-from gcore.models.layout import Dtype, TensorShape
+from gcore.models.adapters import merged_tensors, served_shapes, stored_name, stored_shapes
+from gcore.models.dtypes import CODES
+from gcore.models.layout import TensorShape
 from gcore.models.publisher import NamedTensor
 from gcore.train.backends.base import TrainBackend
-
-CODES: Mapping[torch.dtype, Dtype] = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-"""The name of each dtype in a safetensors file."""
-
-
-FLOATS = {CODES[dtype] for dtype in CODES if dtype.is_floating_point}
 
 
 class ServedWeights(Protocol):
@@ -78,11 +62,7 @@ class MergedModel:
 
     def shapes(self) -> Mapping[str, TensorShape]:
         """As in the base model's files, floating-point tensors in the served dtype."""
-        own = CODES[self._dtype]
-        return {
-            name: TensorShape(own if one.dtype in FLOATS else one.dtype, one.shape)
-            for name, one in stored_shapes(self._base).items()
-        }
+        return served_shapes(stored_shapes(self._base), self._dtype)
 
     def tensors(self, *, writes: bool, tell: Callable[[], None]) -> Iterator[NamedTensor]:
         """Gather the adapters, a collective; then merge them on the rank that writes."""

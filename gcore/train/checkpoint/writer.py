@@ -20,10 +20,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from gcore.models.adapters import stored_name
+from gcore.models.adapters import describe_base, stored_name, tensor_bytes
+from gcore.models.dtypes import CODES, model_dtype
 from gcore.models.layout import (
     ADAPTER_CONFIG,
     ADAPTER_FILE,
+    BASE_FILE,
     CRITIC_FOLDER,
     EXP_AVG_FILE,
     EXP_AVG_SQ_FILE,
@@ -46,8 +48,7 @@ from gcore.system.files import replace_folder
 from gcore.train.adapters import adapter_config
 from gcore.train.backends.base import TensorKind, TrainBackend
 from gcore.train.checkpoint.run_files import BackgroundWriter, Highest, RetryingWriter, WriteCallback
-from gcore.train.checkpoint.served import CODES, MergedModel, ServedWeights, WholeModel
-from gcore.train.hf_models import model_dtype
+from gcore.train.checkpoint.served import MergedModel, ServedWeights, WholeModel
 from gcore.train.rank.launch import RankLaunch
 from gcore.types import Version
 
@@ -227,7 +228,7 @@ class FolderPublisher:
     def _write_served(self, path: Path, tensors: Iterator[NamedTensor], tell: Callable[[], None]) -> None:
         with TensorsFile(path, self._served.shapes(), hashed=False) as file:
             for one in tensors:
-                file.write(one.name, _bytes(one.tensor))
+                file.write(one.name, tensor_bytes(one.tensor))
                 tell()
 
 
@@ -247,6 +248,8 @@ class CheckpointWriter:
         self._launch = launch
         self._writes = launch.rank == 0
         lora = launch.spec.train.lora
+        self._base = b""
+        """Digests of the adapters' base model, once the first checkpoint is written."""
         self._adapters = None if lora is None else adapter_config(policy.module, lora, launch.model_path)
         self._copies = [
             _Model("", HostSnapshot(policy, MODEL_FILE if lora is None else ADAPTER_FILE), launch.model_path)
@@ -307,8 +310,11 @@ class CheckpointWriter:
                     files[model.prefix + one.name] = _write_copy(inner / one.name, one, tick)
                 files |= {model.prefix + name: entry for name, entry in _copied(model.source, inner)}
             if self._adapters is not None:
-                (folder / ADAPTER_CONFIG).write_bytes(self._adapters.encode())
-                files[ADAPTER_CONFIG] = file_entry(folder / ADAPTER_CONFIG)
+                if not self._base:
+                    self._base = describe_base(self._launch.model_path)
+                for name, data in ((ADAPTER_CONFIG, self._adapters.encode()), (BASE_FILE, self._base)):
+                    (folder / name).write_bytes(data)
+                    files[name] = file_entry(folder / name)
             (folder / MANIFEST_FILE).write_bytes(Manifest.model_validate(fields | {"files": files}).encode())
 
         total = sum(one.nbytes for _, copies in taken for one in copies)
@@ -352,11 +358,6 @@ def restore_critic(critic: TrainBackend, folder: Path, manifest: Manifest) -> No
 
 def _restore(model: TrainBackend, folder: Path, adam_steps: int) -> None:
     model.restore_optimizer({"exp_avg": folder / EXP_AVG_FILE, "exp_avg_sq": folder / EXP_AVG_SQ_FILE}, adam_steps)
-
-
-def _bytes(tensor: Tensor) -> memoryview:
-    flat = tensor.detach().contiguous().cpu().reshape(-1)
-    return flat.view(torch.uint8).numpy().data
 
 
 def _copied(model: Path, to: Path) -> Iterator[tuple[str, FileEntry]]:

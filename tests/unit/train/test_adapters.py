@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,31 @@ from transformers import AutoModelForCausalLM
 
 from gcore.config.train import LoraSpec
 from gcore.errors import DataError
-from gcore.models.adapters import AdapterConfig, merged_tensors, read_adapters, stored_name, stored_shapes
-from gcore.models.layout import ADAPTER_CONFIG, ADAPTER_FILE
+from gcore.models.adapters import (
+    AdapterConfig,
+    describe_base,
+    merged_tensors,
+    read_adapters,
+    stored_name,
+    stored_shapes,
+)
+from gcore.models.checks import check_whole
+from gcore.models.dtypes import CODES
+from gcore.models.hubs import ModelError
+from gcore.models.layout import (
+    ADAPTER_CONFIG,
+    ADAPTER_FILE,
+    BASE_FILE,
+    EXP_AVG_FILE,
+    EXP_AVG_SQ_FILE,
+    MANIFEST_FILE,
+    Manifest,
+    copy_companions,
+    copy_model,
+    file_entry,
+)
 from gcore.testing.models import make_tiny_model
 from gcore.train.adapters import BaseModel, adapter_config, add_adapters, load_adapters
-from gcore.train.checkpoint.served import CODES
 from gcore.train.hf_models import load_module
 
 LORA = LoraSpec(rank=4, alpha=6)
@@ -52,6 +73,19 @@ def saved(module: nn.Module, folder: Path, model: Path, lora: LoraSpec = LORA) -
     trained = {stored_name(name): one.detach() for name, one in module.named_parameters() if one.requires_grad}
     save_file(trained, folder / ADAPTER_FILE)
     (folder / ADAPTER_CONFIG).write_bytes(adapter_config(module, lora, model).encode())
+    return folder
+
+
+def checkpoint(model: Path, folder: Path) -> Path:
+    """As the trainer writes one: adapters, moments, and everything of the model but its weights."""
+    saved(adapted(model), folder, model)
+    (folder / BASE_FILE).write_bytes(describe_base(model))
+    for name in (EXP_AVG_FILE, EXP_AVG_SQ_FILE):
+        save_file({"x": torch.zeros(1)}, folder / name)
+    copy_companions(model, folder)
+    files = {path.name: file_entry(path) for path in folder.iterdir()}
+    manifest = Manifest(job_uid="j", world="w", lineage=0, step=1, updates=1, files=files)
+    (folder / MANIFEST_FILE).write_bytes(manifest.encode())
     return folder
 
 
@@ -167,3 +201,34 @@ def test_the_configuration_is_read_as_it_was_written(model: Path, tmp_path: Path
     (folder / ADAPTER_CONFIG).write_text("{}")
     with pytest.raises(DataError, match=r"cannot read the adapter's configuration"):
         AdapterConfig.read(folder)
+
+
+def test_an_exported_model_is_the_merged_one_and_an_exported_adapter_is_pefts(model: Path, tmp_path: Path) -> None:
+    from peft import PeftModel
+
+    folder, trained = checkpoint(model, tmp_path / "checkpoint"), logits(adapted(model))
+    copy_model(folder, tmp_path / "merged")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    assert torch.allclose(logits(merged), trained, atol=1e-5)
+    assert not list((tmp_path / "merged").glob("adapter*"))
+    copy_model(folder, tmp_path / "adapter", adapter=True)
+    base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    assert torch.allclose(logits(PeftModel.from_pretrained(base, str(tmp_path / "adapter"))), trained, atol=1e-5)
+    assert not (tmp_path / "adapter" / "model.safetensors").exists()
+    moved = shutil.copytree(model, tmp_path / "moved")
+    copy_model(folder, tmp_path / "again", base=moved)
+    assert (tmp_path / "again" / "model.safetensors").read_bytes() == (
+        tmp_path / "merged" / "model.safetensors"
+    ).read_bytes()
+
+
+def test_an_adapter_is_merged_with_its_own_base_model_only(model: Path, tmp_path: Path) -> None:
+    folder = checkpoint(model, tmp_path / "checkpoint")
+    other = make_tiny_model(tmp_path / "other", seed=5)
+    with pytest.raises(DataError, match=r"the file is not that of the adapter's base model.*--base"):
+        copy_model(folder, tmp_path / "to", base=other)
+    with pytest.raises(DataError, match=r"the adapter's base model is not here"):
+        copy_model(folder, tmp_path / "to", base=tmp_path / "nowhere")
+    assert not (tmp_path / "to").exists()
+    with pytest.raises(ModelError, match=r"the folder has an adapter and not the whole model"):
+        check_whole(folder)
