@@ -1,7 +1,6 @@
-"""The `gcore` application, options that several commands share, the choice of the cluster, and shell completion.
+"""The `gcore` application, options that several commands share, and shell completion.
 
-A command uses the first of these that exists: the controllers of `--address`, the named context, the local cluster in the home
-folder, the current context. Completion waits at most one second for a controller. On an error it offers no completions and prints nothing.
+Completion waits at most one second for a controller. On an error it offers no completions and prints nothing.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import functools
 import inspect
 import os
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -24,7 +22,6 @@ from gcore.system.clock import SystemClock
 
 if TYPE_CHECKING:
     from gcore.client.calls import WaitPolicy
-    from gcore.client.contexts import ClusterAddress
     from gcore.client.jobs import JobsClient
 
 WITHIN_S = 1.0
@@ -149,60 +146,6 @@ SglangPython = Annotated[
 DEFAULT_HOME = Path(".gcore")
 DEFAULT_CONTROLLERS = 2
 DEFAULT_SLOTS = "cpu:2"
-
-
-def find_cluster(address: str | None, home: Path) -> ClusterAddress:
-    """Choose the cluster, in the order that the docstring of the module gives, and return its addresses and how to
-    connect.
-
-    Raises UsageError, and Unreachable if no cluster runs in `home` and no context is set.
-    """
-    from gcore.client.contexts import choose_cluster
-
-    if address is not None:
-        return choose_cluster(os.environ, parse_addresses(address))
-    from gcore.config.local_cluster import LocalClusterState, read_owner_key
-
-    local = LocalClusterState.load(home)
-    found = choose_cluster(os.environ, local=local is not None)
-    if found.addresses:
-        return found
-    return replace(choose_cluster(os.environ, find_addresses(None, home), local=True), owner_key=read_owner_key(home))
-
-
-def find_addresses(address: str | None, home: Path) -> tuple[str, ...]:
-    """host:port of each controller: those in `address` (separated by commas); if it is None, those of the local cluster
-    in `home`.
-
-    Raises UsageError for an invalid address, Unreachable if no cluster runs in `home`.
-    """
-    if address is not None:
-        return parse_addresses(address)
-    from gcore.config.local_cluster import FILE_NAME, LocalClusterState  # not for --help
-
-    cluster = LocalClusterState.load(home)
-    if cluster is None:
-        kept = (
-            " (a cluster that `gcore run` started stops with it; its jobs are kept)" if (home / "runs").is_dir() else ""
-        )
-        raise Unreachable(
-            "no local cluster is running",
-            where=str((home / FILE_NAME).absolute()),
-            fix=f"Start one with `gcore up`{kept}, or give a controller's address with --address host:port",
-        )
-    return cluster.addresses
-
-
-def parse_addresses(text: str) -> tuple[str, ...]:
-    """Parse `host:port`, or several separated by commas. Raises UsageError."""
-    return tuple(_checked(part.strip()) for part in text.split(","))
-
-
-def _checked(address: str) -> str:
-    host, colon, port = address.rpartition(":")
-    if not host or not colon or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
-        raise UsageError(f"{address!r} is not host:port", where="--address", fix="For example: --address 10.0.0.7:7700")
-    return address
 
 
 T = TypeVar("T")
@@ -351,6 +294,7 @@ def call_cluster(
 
     `address`, `home`: see `find_cluster`. `patience`: timeouts of the client; None: the defaults. Raises GcoreError.
     """
+    from gcore.client.contexts import find_cluster
     from gcore.client.jobs import JobsClient
 
     cluster = find_cluster(address, home)

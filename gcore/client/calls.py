@@ -8,9 +8,8 @@ reason in `GcoreError.refusal`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 
 import grpc
@@ -20,8 +19,6 @@ from gcore.api.rpc import VersionedStub, parse_refusal
 from gcore.api.tls import PLAIN, Connector
 from gcore.api.v1 import jobs_pb2 as pb
 from gcore.api.v1 import jobs_pb2_grpc
-from gcore.client.contexts import ClusterAddress, choose_cluster
-from gcore.config.local_cluster import LocalClusterState, read_owner_key
 from gcore.errors import GcoreError, NotAllowed, StoreUnavailable, Unreachable, UsageError
 from gcore.system.clock import Clock
 
@@ -274,26 +271,3 @@ class ApiCalls:
         if address not in self._channels:
             self._channels[address] = self._connector.channel(address, CHANNEL_OPTIONS)
         return self._channels[address]
-
-
-def find_cluster(address: str | Sequence[str] | None, home: Path, env: Mapping[str, str]) -> ClusterAddress:
-    """Choose the cluster: the controllers at `address`, the named context, the local cluster in `home`, or the current
-    context.
-
-    `env`: environment variables, which may name addresses and context. Raises UsageError; raises Unreachable if no
-    cluster is known.
-    """
-    if address is not None:
-        given = address.split(",") if isinstance(address, str) else address
-        return choose_cluster(env, tuple(one.strip() for one in given))
-    local = LocalClusterState.load(home)
-    found = choose_cluster(env, local=local is not None)
-    if found.addresses:
-        return found
-    if local is None:
-        raise Unreachable(
-            "no cluster is known here",
-            where=str(home.absolute()),
-            fix="Name a controller as host:port, set GCORE_ADDRESS, or start a cluster with `gcore up`",
-        )
-    return replace(choose_cluster(env, local.addresses, local=True), owner_key=read_owner_key(home))

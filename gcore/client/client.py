@@ -23,7 +23,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
-import os
 import threading
 import uuid
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterable, Mapping, Sequence
@@ -32,7 +31,8 @@ from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 from gcore.api.v1 import jobs_pb2 as pb
-from gcore.client.calls import WaitPolicy, find_cluster
+from gcore.client.calls import WaitPolicy
+from gcore.client.contexts import find_cluster
 from gcore.client.jobs import JobsClient
 from gcore.client.models import (
     Job,
@@ -70,7 +70,7 @@ class AsyncClient:
     ) -> None:
         """`address`: host:port of one or several controllers. `home`: folder of the local cluster; None: GCORE_HOME, else
         `.gcore`. Raises UsageError; raises Unreachable if no cluster is known."""
-        found = find_cluster(address, local_home(home), os.environ)
+        found = find_cluster(address, local_home(home))
         self.jobs = JobsClient(
             found.addresses,
             clock=clock or SystemClock(),

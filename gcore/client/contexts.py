@@ -1,4 +1,5 @@
-"""Contexts: named clusters in `~/.config/gcore/config.yaml`, with their addresses, certificate authority and the user's credentials.
+"""The choice of the cluster, and contexts: named clusters in `~/.config/gcore/config.yaml`, with their addresses,
+certificate authority and the user's credentials.
 
 ```yaml
 current: lab
@@ -18,16 +19,17 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
 
 from pydantic import ConfigDict, Field, ValidationError
 
 from gcore.api.tls import PLAIN, Connector, TlsMaterial
-from gcore.config.base import Section
-from gcore.errors import UsageError, did_you_mean, explain_os_errors
+from gcore.config.base import Section, explain_errors
+from gcore.config.local_cluster import FILE_NAME, LocalClusterState, read_owner_key
+from gcore.errors import Unreachable, UsageError, did_you_mean, explain_os_errors
 from gcore.system.files import replace_file
 
 CONTEXT, ADDRESS, TOKEN, CA, CONFIG = "GCORE_CONTEXT", "GCORE_ADDRESS", "GCORE_TOKEN", "GCORE_CA", "GCORE_CONFIG"
@@ -101,8 +103,6 @@ def load_contexts(file: Path) -> Contexts:
     except YamlNotPlain as error:
         raise UsageError(f"not valid YAML: {error.problem}", where=f"{file}{error.place}", fix="Correct it") from error
     except ValidationError as error:
-        from gcore.config.base import explain_errors
-
         raise UsageError(
             "; ".join(list(explain_errors(error, Contexts))[:4]), where=str(file), fix="Correct it"
         ) from error
@@ -125,6 +125,42 @@ def save_contexts(file: Path, contexts: Contexts) -> None:
     ):
         file.parent.mkdir(parents=True, exist_ok=True)
         replace_file(file, yaml.safe_dump(tree, sort_keys=False).encode(), mode=0o600)
+
+
+def find_cluster(address: str | Sequence[str] | None, home: Path) -> ClusterAddress:
+    """Choose the first of these that exists: the controllers at `address`, the context that GCORE_CONTEXT names, the
+    local cluster in `home`, the current context.
+
+    Raises UsageError, and Unreachable if no cluster runs in `home` and no context is set.
+    """
+    if address is not None:
+        return choose_cluster(os.environ, parse_addresses(address))
+    local = LocalClusterState.load(home)
+    found = choose_cluster(os.environ, local=local is not None)
+    if found.addresses:
+        return found
+    if local is None:
+        kept = (
+            " (a cluster that `gcore run` started stops with it; its jobs are kept)" if (home / "runs").is_dir() else ""
+        )
+        raise Unreachable(
+            "no local cluster is running",
+            where=str((home / FILE_NAME).absolute()),
+            fix=f"Start one with `gcore up`{kept}, or give a controller's address with --address host:port",
+        )
+    return replace(found, addresses=local.addresses, owner_key=read_owner_key(home))
+
+
+def parse_addresses(given: str | Sequence[str]) -> tuple[str, ...]:
+    """Check addresses (host:port; in a string separated by commas) and return them without blanks. Raises UsageError."""
+    return tuple(_checked(one.strip()) for one in (given.split(",") if isinstance(given, str) else given))
+
+
+def _checked(address: str) -> str:
+    host, colon, port = address.rpartition(":")
+    if not host or not colon or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
+        raise UsageError(f"{address!r} is not host:port", where="--address", fix="For example: --address 10.0.0.7:7700")
+    return address
 
 
 def choose_cluster(

@@ -23,8 +23,6 @@ from controllers.cli.options import (
     command,
     command_group,
     examples,
-    find_cluster,
-    parse_addresses,
 )
 from controllers.cli.output import Output, message_tree
 from controllers.cli.terminal import say
@@ -326,6 +324,7 @@ def write_secret(file: Path, secret: str) -> None:
 
 
 def _call(what: Callable[[AccessClient], Awaitable[T]], address: str | None, home: Path) -> T:
+    from gcore.client.contexts import find_cluster
     from gcore.client.jobs import AccessClient
 
     cluster = find_cluster(address, home)
@@ -384,7 +383,7 @@ def set_context(
     }
     file = contexts.contexts_file(os.environ)
     known = contexts.load_contexts(file)
-    made = contexts.Context(addresses=parse_addresses(address), **whole)
+    made = contexts.Context(addresses=contexts.parse_addresses(address), **whole)
     changed = known.model_copy(update={"contexts": {**known.contexts, name: made}, "current": known.current or name})
     contexts.choose_cluster(
         {contexts.CONFIG: str(file), contexts.CONTEXT: name}, known=changed

@@ -26,7 +26,6 @@ from controllers.cli.options import (
     JobName,
     call_cluster,
     command,
-    find_cluster,
     run_of_home,
 )
 from controllers.cli.output import Output, format_seconds, message_tree, printable_text
@@ -257,6 +256,7 @@ def _fetcher(folder: Path, job: str, home: Path, address: str | None) -> Callabl
     Raises GcoreError if the cluster lists no node for it.
     """
     from controllers.storage.peer_files import PeerFiles, fetch_from_first
+    from gcore.client.contexts import find_cluster
     from gcore.models.layout import verify_checkpoint
 
     found = find_checkpoints(job, home, address).reply

@@ -48,8 +48,6 @@ from controllers.cli.options import (
     SpecFile,
     call_cluster,
     command,
-    find_addresses,
-    find_cluster,
 )
 from controllers.cli.output import Output, job_snapshot, job_tree
 from controllers.cli.terminal import display, list_commands, program_name, say, stdout_console
@@ -369,9 +367,13 @@ class HomeUser:
     async def _others(self, home: Path, own: str) -> tuple[str, ...]:
         from gcore.client.calls import WaitPolicy
         from gcore.client.jobs import JobsClient
+        from gcore.config.local_cluster import LocalClusterState
 
+        cluster = LocalClusterState.load(home)
+        if cluster is None:
+            return ()
         patience = WaitPolicy(call_s=ANSWER_TIMEOUT_S)
-        async with JobsClient(find_addresses(None, home), clock=self._clock, patience=patience) as client:
+        async with JobsClient(cluster.addresses, clock=self._clock, patience=patience) as client:
             jobs = [job_snapshot(job) for job in await client.list_jobs()]
         return tuple(j.name for j in jobs if j.created > self._began and j.uid != own and j.state not in ENDED_STATES)
 
@@ -538,6 +540,7 @@ def run(
 
     from controllers.cli import local
     from controllers.cli.commands.specs import warn_of_trust
+    from gcore.client.contexts import find_cluster
     from gcore.config.load import load_spec
     from gcore.engines.sglang.command import find_python
 

@@ -18,12 +18,12 @@ from controllers.cli.commands.run import EventFile
 from controllers.cli.local import UpRequest, UpResult, classify_process, deal_slots
 from controllers.cli.local import start_cluster as local_up
 from controllers.cli.main import app
-from controllers.cli.options import find_addresses
 from controllers.cli.output import best_line, format_ranges, job_rows, job_snapshot, job_tree
 from controllers.cli.view import summary as summaries
 from controllers.cli.view.state import BestPoint, JobSnapshot, SourceFigures, ViewState
 from controllers.cli.view.summary import AuditVerdict, find_summary, longer_command, summarize
 from gcore.api.v1 import jobs_pb2 as pb
+from gcore.client.contexts import find_cluster
 from gcore.config import parse_spec
 from gcore.config.local_cluster import ControllerProcess, EtcdProcess, LocalClusterState
 from gcore.errors import GcoreError, Unreachable, UsageError
@@ -161,22 +161,22 @@ def cluster(home: Path) -> LocalClusterState:
 def test_a_cluster_is_found_by_its_home(tmp_path):
     (tmp_path / "cluster.json").write_text(cluster(tmp_path).model_dump_json())
     assert LocalClusterState.load(tmp_path) == cluster(tmp_path)
-    assert find_addresses(None, tmp_path) == ("127.0.0.1:7", "127.0.0.1:8")
+    assert find_cluster(None, tmp_path).addresses == ("127.0.0.1:7", "127.0.0.1:8")
 
 
 def test_addresses_that_are_given_win_over_the_home(tmp_path):
-    assert find_addresses("a:1, b:2", tmp_path) == ("a:1", "b:2")
+    assert find_cluster("a:1, b:2", tmp_path).addresses == ("a:1", "b:2")
 
 
 @pytest.mark.parametrize("address", ["", "host", "host:", ":1", "host:0", "host:70000", "host:x", "a:1,"])
 def test_invalid_addresses_are_refused(address, tmp_path):
     with pytest.raises(UsageError, match="is not host:port"):
-        find_addresses(address, tmp_path)
+        find_cluster(address, tmp_path)
 
 
 def test_without_a_cluster_nobody_can_be_asked(tmp_path):
     with pytest.raises(Unreachable, match="no local cluster is running"):
-        find_addresses(None, tmp_path)
+        find_cluster(None, tmp_path)
 
 
 def test_missing_cluster_error_explains_that_a_runs_cluster_ends_with_it(tmp_path):
@@ -184,13 +184,13 @@ def test_missing_cluster_error_explains_that_a_runs_cluster_ends_with_it(tmp_pat
     with pytest.raises(
         Unreachable, match=r"`gcore up` \(a cluster that `gcore run` started stops with it; its jobs are kept\)"
     ):
-        find_addresses(None, tmp_path)
+        find_cluster(None, tmp_path)
 
 
 def test_a_damaged_cluster_file_says_what_to_do(tmp_path):
     (tmp_path / "cluster.json").write_text("{}")
     with pytest.raises(UsageError, match="gcore down"):
-        find_addresses(None, tmp_path)
+        find_cluster(None, tmp_path)
 
 
 def event(sequence: int) -> JobEvent:

@@ -14,9 +14,16 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from controllers.cli.main import app
-from controllers.cli.options import find_cluster
 from gcore.api.tokens import new_token
-from gcore.client.contexts import Context, Contexts, choose_cluster, contexts_file, load_contexts, save_contexts
+from gcore.client.contexts import (
+    Context,
+    Contexts,
+    choose_cluster,
+    contexts_file,
+    find_cluster,
+    load_contexts,
+    save_contexts,
+)
 from gcore.errors import GcoreError, UsageError
 
 LAB = Context(addresses=("127.0.0.1:7", "127.0.0.1:8"), token="gcore_lab")

@@ -255,7 +255,7 @@ def test_client_looks_for_the_cluster_in_home_then_in_gcore_home_then_here(
             gcore.Client(home=home)
         return found.value.where
 
-    assert searched(None) == str(tmp_path / ".gcore")
+    assert searched(None) == str(tmp_path / ".gcore/cluster.json")
     monkeypatch.setenv("GCORE_HOME", str(tmp_path / "elsewhere"))
-    assert searched(None) == str(tmp_path / "elsewhere")
-    assert searched(tmp_path / "given") == str(tmp_path / "given")
+    assert searched(None) == str(tmp_path / "elsewhere/cluster.json")
+    assert searched(tmp_path / "given") == str(tmp_path / "given/cluster.json")
