@@ -29,7 +29,7 @@ from safetensors.numpy import save_file
 from benchmarks.harness import MB, Benchmark, Child, Result, send_parent, spread
 from benchmarks.trainer import GROUP, PROMPT, Batch, rank_spec, ready_step
 from gcore.config import parse_spec
-from gcore.testing.models import save_tokenizer
+from gcore.testing.models import rank_launch, save_tokenizer
 from placement.mapping.memory import engine_memory, rank_needs
 from placement.mapping.workload import JobShapes, MeanLengths, ModelShape, Workload, make_workload, read_shape
 
@@ -300,7 +300,6 @@ def batch_of(samples: int, response: int, vocabulary: int) -> Batch:
 def train(told: Told, rank: int, meet: Callable[[str | None], str]) -> Told:
     """A rank: loads, and trains a step. `meet` gives rank 0's address to the others."""
     from gcore.system.clock import SystemClock
-    from gcore.testing.models import rank_launch
     from gcore.train.backends.distributed import Collective, Rendezvous, find_store, open_store
     from gcore.train.checkpoint.writer import CheckpointWriter, FolderPublisher, UpdateCounts
     from gcore.train.models import load_models

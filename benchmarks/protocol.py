@@ -22,7 +22,7 @@ import traceback
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from benchmarks.harness import Benchmark, Result, read_result
@@ -76,8 +76,6 @@ def play(seeds: list[int]) -> list[Played]:
 
 def bare(seed: int) -> int:
     """The protocol alone: its steps. Raises AssertionError."""
-    from dataclasses import replace
-
     from step_simulation import RULES, Simulation
 
     async def story() -> int:

@@ -13,12 +13,12 @@ import logging
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from controllers.api.edge.access import current_caller, may_see
 from controllers.api.edge.errors import JobNotFound, NamespaceNotFound, NotFound
 from controllers.api.run_reader import audit_of_records, known_tokens
-from controllers.cluster.mirror import read_record
+from controllers.cluster.mirror import ClusterMirror, read_record
 from controllers.storage.peer_files import FetchFailed
 from controllers.storage.run_folder import (
     LocalRunFolder,
@@ -45,9 +45,6 @@ from gcore.store.keys import DEFAULT_NAMESPACE, JobKeys
 from gcore.store.types import KeyListing, KeyValue, Store, WatchBatch, WatchEvent
 from gcore.types import Token
 from gcore.worker.records import WorkerRecord
-
-if TYPE_CHECKING:
-    from controllers.cluster.mirror import ClusterMirror
 
 log = logging.getLogger(__name__)
 R = TypeVar("R", bound=Record)

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from controllers.daemon.keeper import daemon_command
+from controllers.daemon.keeper import STOPPING, daemon_command
 from gcore.errors import GcoreError, UsageError
 from gcore.system.clock import Clock
 from gcore.system.process import (
@@ -423,7 +423,6 @@ async def start_cluster(
 
     `command`: returns the command line of a daemon. `say`: called with a message before a slow operation.
     """
-    from controllers.daemon.keeper import STOPPING
     from gcore.config.local_cluster import FILE_NAME, LocalClusterState
     from gcore.engines.emulated.launch import KIND, SAID
 
@@ -458,7 +457,6 @@ async def start_cluster(
 
 def stop_cluster(home: Path, *, clock: Clock, grace_s: float | None = None) -> ShutdownResult:
     """Stop every process of `home`; `grace_s` 0 kills immediately. Raises GcoreError if a process does not end."""
-    from controllers.daemon.keeper import STOPPING
     from gcore.config.local_cluster import FILE_NAME
     from gcore.models.replicas import MEMORY, home_folder
 

@@ -25,7 +25,7 @@ from pydantic import (
     model_validator,
 )
 
-from gcore.config.base import Section
+from gcore.config.base import Section, explain_errors
 from gcore.errors import UsageError
 from gcore.store.reference import StoreRef
 from gcore.store.types import LeaseTimes
@@ -393,8 +393,6 @@ class NodeConfig(Section):
         try:
             config = cls.model_validate(tree)
         except ValidationError as error:
-            from gcore.config.base import explain_errors
-
             problems = "; ".join(list(explain_errors(error, cls))[:8])
             raise UsageError(
                 f"the daemon configuration is not valid: {problems}",

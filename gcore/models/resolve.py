@@ -29,7 +29,9 @@ from gcore.models.hubs import (
     HubModel,
     HubOffline,
     HubUnreachable,
+    HuggingFace,
     ModelError,
+    ModelScope,
     Scheme,
     hub_model,
     is_commit,
@@ -89,13 +91,7 @@ def open_hub(scheme: Scheme) -> Hub:
     """Return the hub of a scheme (`hf`, `ms`). Imports its client now; raises ModelError if the client is not
     installed.
     """
-    if scheme == "ms":
-        from gcore.models.hubs import ModelScope
-
-        return ModelScope()
-    from gcore.models.hubs import HuggingFace
-
-    return HuggingFace()
+    return ModelScope() if scheme == "ms" else HuggingFace()
 
 
 def resolve_model(

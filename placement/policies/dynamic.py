@@ -45,8 +45,6 @@ from placement.slots import Split, count_turns
 
 def dynamic(start: PolicyStart) -> Policy:
     """Create the policy for one job (entry point `dynamic` of `gcore.placement`)."""
-    from placement.forecast import PoolLimits
-
     sizes = start.sizes
     return DynamicPolicy(PoolLimits(sizes.rollout, sizes.reward, start.rollout_rows, start.reward_rows), start.first)
 

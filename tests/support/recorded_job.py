@@ -26,7 +26,7 @@ from gcore.ledger.transactions import OpenSlots, Transaction, TransactionExecuto
 from gcore.models.layout import MANIFEST_FILE, Manifest, manifest_digest
 from gcore.store import keys as store_keys
 from gcore.store.keys import JobKeys
-from gcore.store.types import KeyListing, Put, WatchBatch, WatchEvent
+from gcore.store.types import Delete, KeyListing, Put, WatchBatch, WatchEvent
 from gcore.testing import FakeClock, MemoryCluster, MemoryStore
 from gcore.train.checkpoint.run_files import ReceiptWriter
 from gcore.train.rank.feed import StepInput
@@ -262,8 +262,6 @@ class RecordedJob:
 
     def corrupt(self, changes: dict[str, bytes | None]) -> None:
         """Write records as they are, without a compare; None takes a key away."""
-        from gcore.store.types import Delete
-
         self.cluster.transact((), [Delete(k) if v is None else Put(k, v) for k, v in changes.items()])
 
 

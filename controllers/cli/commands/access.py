@@ -30,8 +30,6 @@ from gcore.errors import UsageError, explain_os_errors
 from gcore.system.clock import SystemClock
 
 if TYPE_CHECKING:
-    from datetime import datetime
-
     from gcore.api.authority import CertificateInfo
     from gcore.client.jobs import AccessClient
 
@@ -102,8 +100,7 @@ def issue_node_certificate(
 
     if purpose not in ("node", "user", "etcd"):
         raise UsageError(f"{purpose!r} is not a kind of certificate", where="--for", fix="Use node, user or etcd")
-    kind = "node" if purpose == "node" else "user" if purpose == "user" else "etcd"
-    wanted = CertificateRequest(kind, name, parse_hosts(host or []), role, tuple(namespace or ()), days)  # type: ignore[arg-type]
+    wanted = CertificateRequest(purpose, name, parse_hosts(host or []), role, tuple(namespace or ()), days)  # type: ignore[arg-type]
     folder = to or authority / name
     made = issue_certificate_into(folder, authority, wanted, _now())
     typer.echo(f"{folder}  valid until {made.ends:%Y-%m-%d}")

@@ -53,12 +53,11 @@ from controllers.cli.output import Output, job_snapshot, job_tree
 from controllers.cli.terminal import display, list_commands, program_name, say, stdout_console
 from controllers.cli.view.event_file import EventFile
 from controllers.cli.view.screens import JsonScreen, Screen, choose_screen
-from controllers.cli.view.state import ENDED_STATES, JobSnapshot
+from controllers.cli.view.state import ENDED_STATES, JobSnapshot, ViewState
 from gcore.errors import GcoreError, JobFailed, UsageError, explain_os_errors
 from gcore.system.clock import Clock, SystemClock
 
 if TYPE_CHECKING:
-    from controllers.cli.view.state import ViewState
     from controllers.cli.view.summary import AuditVerdict, Summary
     from gcore.api.v1 import jobs_pb2 as pb
     from gcore.client.contexts import ClusterAddress

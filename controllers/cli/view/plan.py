@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from controllers.cli.output import printable_text
 from controllers.cli.terminal import Rows, display, rows_table, say
@@ -24,13 +24,9 @@ from placement.mapping.memory import (
     rank_needs,
     train_memory,
 )
-from placement.mapping.search import FittingLayout, RejectedLayouts
-from placement.mapping.workload import EngineWorkload, PoolLayout, Workload
+from placement.mapping.search import FittingLayout, LayoutSearchResult, RejectedLayouts
+from placement.mapping.workload import EngineWorkload, JobShapes, MeanLengths, PoolLayout, Workload
 from placement.slots import count_noun, sizes_of
-
-if TYPE_CHECKING:
-    from placement.mapping.search import LayoutSearchResult
-    from placement.mapping.workload import JobShapes, MeanLengths
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +73,6 @@ class PlanReport:
 
     def _spans(self, way: PoolLayout) -> bool:
         """Whether the layout has the slots per engine and per judge that the spec sets."""
-        from placement.slots import sizes_of
-
         sizes = sizes_of(self.spec)
         return (way.rollout_size, way.reward_size) == (sizes.rollout, sizes.reward)
 

@@ -24,7 +24,14 @@ from gcore.engines.detokenizer import Detokenizer
 from gcore.engines.emulated.device import EmulatedDevice, EmulatedSlot
 from gcore.engines.emulated.launch import HostLaunch
 from gcore.engines.emulated.law import ReplicaTiming
-from gcore.engines.emulated.responses import EmulatedResponse, EmulatedVerdict, ResponseModel, Vocabulary, make_response
+from gcore.engines.emulated.responses import (
+    EmulatedResponse,
+    EmulatedVerdict,
+    ResponseModel,
+    Vocabulary,
+    find_emulated_verdict,
+    make_response,
+)
 from gcore.engines.request import (
     ABORTED,
     GenerationRequest,
@@ -110,10 +117,6 @@ def _policy(launch: HostLaunch) -> EmulatedModel:
 
 
 def _judge(launch: HostLaunch, name: str) -> EmulatedModel:
-    from gcore.engines.emulated.responses import (
-        find_emulated_verdict,  # parsers may be third-party code; a job without judges needs none of them
-    )
-
     judge = launch.judge(name)
     folder = Path(judge.model)
     text = Detokenizer.load(folder)

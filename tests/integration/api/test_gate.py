@@ -16,7 +16,7 @@ from gated import CLOCK, MADE, Code, EveryService, Served, ask, behind_the_gate,
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from controllers.api.edge.access import TABLE, Role
-from gcore.api.authority import renew_certificate
+from gcore.api.authority import CertificateRequest, issue_certificate_into, renew_certificate
 from gcore.api.rpc import NodesOnlyInterceptor, VersionGate, server_credentials, version_metadata
 from gcore.api.tls import Connector, ReloadingFiles, TlsMaterial
 from gcore.api.tokens import new_token
@@ -118,8 +118,6 @@ async def test_connection_errors_explain_the_problem_with_the_certificates(serve
 
 
 async def test_a_certificate_of_the_authority_that_is_nobodys_is_told_so(served: Served) -> None:
-    from gcore.api.authority import CertificateRequest, issue_certificate_into
-
     issue_certificate_into(
         served.ca / "etcd", served.ca, CertificateRequest("etcd", "etcd", ("h",), days=2), datetime.now(UTC)
     )

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from plug_in_package import Install, installer
 
 from gcore.config import load_spec, new_spec, parse_spec
-from gcore.config.load import apply_flow_settings, flow_settings
+from gcore.config.load import _under, apply_flow_settings, flow_settings
 from gcore.errors import SpecError
 from gcore.flows import flow
 
@@ -169,7 +169,6 @@ def test_settings_are_a_copy() -> None:
     theirs=st.dictionaries(st.sampled_from(["advantage", "learning_rate", "clip_low"]), st.just("theirs")),
 )
 def test_merging_takes_the_users_value_wherever_there_is_one(own: dict[str, str], theirs: dict[str, str]) -> None:
-    from gcore.config.load import _under
     from gcore.config.spec import JobSpec
 
     merged = _under({"train": own}, {"train": theirs}, JobSpec)["train"]

@@ -22,6 +22,7 @@ from gcore.store.etcd import (
     EtcdNotFound,
     ExternalEtcd,
     LocalEtcd,
+    _last_words,
     can_read_data_of,
     find_etcd,
     is_unsafe,
@@ -166,8 +167,6 @@ async def test_a_daemon_of_a_cluster_warns_once_when_the_store_answers(
 
 
 def test_the_last_words_of_an_etcd_without_room_name_the_error_and_no_line_of_its_stack() -> None:
-    from gcore.store.etcd import _last_words
-
     text = (
         '{"level":"info","msg":"starting an etcd server"}\n'
         '{"level":"panic","msg":"failed to create WAL","error":"write 0.tmp: no space left on device","stacktrace":"a\\n\\tb.go:1"}\n'

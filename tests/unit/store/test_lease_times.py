@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gcore.config import NodeConfig
-from gcore.errors import LeaseLost, UsageError
+from gcore.errors import LeaseLost, StoreUnavailable, UsageError
 from gcore.store.session import Session
 from gcore.store.types import LeaseTimes
 from gcore.testing import FakeClock
@@ -80,8 +80,6 @@ class SlowStore:
         return 1
 
     async def keep_alive(self, lease: int) -> float:
-        from gcore.errors import StoreUnavailable
-
         self.calls += 1
         if self.calls == self.lost:
             await self.clock.sleep(self.times.call_s)
