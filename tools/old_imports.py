@@ -3,7 +3,7 @@
 `python -m tools.old_imports COMMIT` writes two files into `tests/golden`. `imports_of_COMMIT.txt` has one statement a line, from the
 fenced blocks of the pages, the Python files of `examples/`, the files that `gcore init` wrote, and the product's modules that the
 pages name in running text as something to import. `plug_in_of_COMMIT.txt` has plug-ins that were written then: the package of
-`examples/custom_flow`, and the placement policy of `docs/operate/scheduling.md#placement`; each file stands behind a line `==> PATH`.
+`examples/custom_flow`, and the placement policy of `docs/placement.md`; each file stands behind a line `==> PATH`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PAGES = ("README.md", "CONTRIBUTING.md", "docs", "examples")
 INTERNAL = re.compile(r"gcore\.(emulated|engine|fault_points|ledger|rollout|service|train\.serving|weights)\b")
 """Named in running text as parts of the product; packages of users have no use for them."""
 PLUG_IN = "examples/custom_flow"
-POLICY = "docs/operate/scheduling.md#placement"
+POLICY = "docs/placement.md"
 
 _FENCED = re.compile(r"^( *)```(\w*)[^\n]*\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
 _MODULE = re.compile(r"`((?:gcore|placement)(?:\.[a-z_]+)+)`")
