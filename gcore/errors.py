@@ -126,17 +126,14 @@ MAX_COMPARED = 80
 """Number of characters of a wrong name that are compared: the comparison takes quadratic time."""
 
 
-def nearest_name(wrong: str, known: Iterable[str], *, cutoff: float = 0.5) -> str | None:
-    """Return the name in `known` that is most similar to `wrong`; None if none is similar enough.
-
-    `cutoff`: minimum similarity, 0 to 1 (difflib's ratio).
-    """
+def nearest_name(wrong: str, known: Iterable[str]) -> str | None:
+    """Return the name in `known` that is most similar to `wrong`; None if none is similar enough."""
     import difflib
 
-    return next(iter(difflib.get_close_matches(wrong[:MAX_COMPARED], sorted(known), n=1, cutoff=cutoff)), None)
+    return next(iter(difflib.get_close_matches(wrong[:MAX_COMPARED], sorted(known), n=1, cutoff=0.5)), None)
 
 
-def did_you_mean(wrong: str, known: Iterable[str], *, cutoff: float = 0.5) -> str:
+def did_you_mean(wrong: str, known: Iterable[str]) -> str:
     """Return a suggestion for the end of an error, such as `, did you mean 'grpo'?`; empty if no known name is similar."""
-    near = nearest_name(wrong, known, cutoff=cutoff)
+    near = nearest_name(wrong, known)
     return f", did you mean {near!r}?" if near is not None else ""

@@ -340,14 +340,13 @@ def copied_file(folder: Path, data: bytes, name: str) -> Path:
     return folder / CODE_FOLDER / file_digest(data) / name
 
 
-def portable_reference(reference: str) -> str:
-    """Shorten a reference to a copied plug-in file to DIGEST/FILE.py:NAME, so that copies in two run folders compare equal.
+def portable_reference(file: PluginFile) -> str:
+    """Shorten the reference to a copied plug-in file to DIGEST/FILE.py:NAME, so that copies in two run folders compare equal.
 
-    Other references are returned unchanged.
+    The reference to another file is returned unchanged.
     """
-    file = parse_plugin_file(reference)
-    if file is None or _DIGEST.fullmatch(file.path.parent.name) is None:
-        return reference
+    if _DIGEST.fullmatch(file.path.parent.name) is None:
+        return str(file)
     return f"{file.path.parent.name}/{file.path.name}:{file.name}"
 
 

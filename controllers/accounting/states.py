@@ -33,8 +33,6 @@ SYNCING, FAILED, UNALLOCATED = "syncing", "failed", "unallocated"
 NOBODY = "none"
 """In `switching`: the slot had, or will have, no role."""
 
-CAUSES: tuple[IdleCause, ...] = ("no_work", "tail", "barrier", "back_pressure", "waiting_weights")
-
 MOST_SPANS = 64
 """Maximum number of intervals of a slot in a step, for the trace. If there are more, pairs of neighbours are joined."""
 

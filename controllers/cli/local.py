@@ -151,7 +151,7 @@ def _configured_home(pid: int, arguments: Sequence[str]) -> Path | None:
         return None
 
 
-def end_leftover_workers(homes: Iterable[Path], *, clock: Clock, grace_s: float | None = None) -> ShutdownResult:
+def end_leftover_workers(homes: Iterable[Path], *, clock: Clock) -> ShutdownResult:
     """Stop the workers of these home folders, which have no running daemon, and their child processes."""
     ended = killed = 0
     for home in homes:
@@ -159,7 +159,7 @@ def end_leftover_workers(homes: Iterable[Path], *, clock: Clock, grace_s: float 
         for kind in ("worker", "child"):
             some = [one.process for one in there if one.kind == kind and is_running(one.process)]
             ended += len(some)
-            killed += _end(some, GRACES_S[kind] if grace_s is None else grace_s, clock)
+            killed += _end(some, GRACES_S[kind], clock)
     return ShutdownResult(ended, killed)
 
 

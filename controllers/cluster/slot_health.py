@@ -17,7 +17,7 @@ import contextlib
 import logging
 import os
 import re
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -152,21 +152,11 @@ CHECK_S = 60.0
 
 
 class SlotHealth:
-    """Finds unhealthy slots of a daemon's node. `ask`: asks the driver for its GPUs. `cores`: returns the usable
-    cores."""
+    """Finds unhealthy slots of a daemon's node."""
 
-    def __init__(
-        self,
-        node: str,
-        slots: Sequence[str],
-        clock: Clock,
-        ask: Callable[[DriverReport], Awaitable[DriverReport]] = ask_driver,
-        cores: Callable[[], frozenset[int] | None] = usable_cores,
-    ) -> None:
+    def __init__(self, node: str, slots: Sequence[str], clock: Clock) -> None:
         self._slots = tuple(slot for slot in slots if not is_emulated(slot))
         self._clock = clock
-        self._ask = ask
-        self._cores = cores
         self._driver = DriverReport()
         self._health = NodeHealth(node)
         self._missing: Mapping[str, str] = {}
@@ -179,9 +169,9 @@ class SlotHealth:
         """Ask the machine for its devices, and update the unhealthy slots."""
         self._checked = self._clock.monotonic()
         if any(map(is_cuda, self._slots)):
-            self._driver = await self._ask(self._driver)
+            self._driver = await ask_driver(self._driver)
         bound = any(map(bound_cores, self._slots))
-        self._missing = missing_devices(self._slots, self._driver, self._cores() if bound else None)
+        self._missing = missing_devices(self._slots, self._driver, usable_cores() if bound else None)
         self._conclude()
 
     def look(self, workers: Mapping[str, WorkerRecord], active: frozenset[str]) -> None:

@@ -224,14 +224,14 @@ def new_spec(tree: dict[str, Any], *, where: str = "spec", base: Path | None = N
     return _checked(whole, where, base, blame=lambda problems: blame_flow(tree, problems, _problems(tree)))
 
 
-def parse_spec(tree: dict[str, Any], *, where: str = "spec", base: Path | None = None) -> JobSpec:
-    """Validate a complete spec without the settings of its flow. `where`: name of the spec in errors. `base` resolves relative paths. Raises SpecError."""
-    return _checked(tree, where, base, blame=lambda problems: problems)
+def parse_spec(tree: dict[str, Any]) -> JobSpec:
+    """Validate a complete spec without the settings of its flow. Raises SpecError."""
+    return _checked(tree, "spec", None)
 
 
 def stored_spec(tree: dict[str, Any]) -> JobSpec:
     """Validate a spec that a job's record in the store contains. Its plug-ins need not be installed here. Raises SpecError."""
-    return _checked(tree, "the job's record", None, blame=lambda problems: problems, context=STORED)
+    return _checked(tree, "the job's record", None, context=STORED)
 
 
 def dump_explicit(spec: JobSpec) -> str:
@@ -245,7 +245,7 @@ def _checked(
     where: str,
     base: Path | None,
     *,
-    blame: Callable[[list[str]], list[str]],
+    blame: Callable[[list[str]], list[str]] = lambda problems: problems,
     context: dict[str, Any] | None = None,
 ) -> JobSpec:
     """Validate a spec and make its paths absolute. Raises SpecError with at most `MAX_PROBLEMS` problems.

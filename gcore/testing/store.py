@@ -39,14 +39,13 @@ class _Lease:
 
 
 class MemoryCluster:
-    """An etcd server in memory, to which `MemoryStore` clients connect. `clock`: by its time leases expire. `min_ttl_s`: shortest lease TTL."""
+    """An etcd server in memory, to which `MemoryStore` clients connect. `clock`: by its time leases expire."""
 
-    def __init__(self, clock: Clock, *, min_ttl_s: int = MIN_TTL_S) -> None:
+    def __init__(self, clock: Clock) -> None:
         self.clock = clock
         self.stopped = False
         self.revision = 1
         self.compacted = 0
-        self._min_ttl_s = min_ttl_s
         self._keys: dict[str, KeyValue] = {}
         self._leases: dict[int, _Lease] = {}
         self._next_lease = 1
@@ -158,7 +157,7 @@ class MemoryCluster:
         """Create a lease of `ttl` seconds and return its id."""
         self._end_leases()
         lease, self._next_lease = self._next_lease, self._next_lease + 1
-        ttl = max(ttl, self._min_ttl_s)
+        ttl = max(ttl, MIN_TTL_S)
         self._leases[lease] = _Lease(ttl, self.clock.monotonic() + ttl, set())
         self._wake()  # waiters for the next end of a lease must check again
         return lease

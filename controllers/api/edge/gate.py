@@ -48,8 +48,6 @@ STRANGERS_WITHIN_S = 5.0
 
 _NAMES = "peer_uri"
 
-_TRANSPORT = "transport_security_type"
-
 _WATCH = access.OPEN + "Watch"
 
 

@@ -43,7 +43,7 @@ GOALS: tuple[Literal["steps", "epochs"], ...] = ("steps", "epochs")
 def changed_keys(job: JobRecord, spec: JobSpec) -> list[str]:
     """The dotted keys in which a spec differs from a job's. Copies of one plug-in file are equal, wherever they are."""
     old, new = (
-        replace_plugin_files(one.model_dump(mode="json"), lambda file, _: portable_reference(str(file)))
+        replace_plugin_files(one.model_dump(mode="json"), lambda file, _: portable_reference(file))
         for one in (stored_spec(job.spec), spec)
     )
     return spec_differences(old, new)

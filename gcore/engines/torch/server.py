@@ -94,13 +94,12 @@ GRACE_S = 2
 DEATH_EXIT = 1
 
 
-def serve_engine(launch: EngineLaunch, control: ControlLine | None, clock: Clock | None = None) -> None:
+def serve_engine(launch: EngineLaunch, control: ControlLine | None) -> None:
     """Load the model of a launch document and serve it until the supervisor sends "stop" or a signal arrives.
 
     `control`: connection to the supervisor; None: started by hand. Raises UsageError, DataError or EngineError if the
     engine cannot start.
     """
-    clock = clock or SystemClock()
     _raise_descriptor_limit()
     listener = _listen(launch.host, launch.port)
     torch.set_num_threads(launch.threads)
@@ -109,7 +108,7 @@ def serve_engine(launch: EngineLaunch, control: ControlLine | None, clock: Clock
     text = Detokenizer.load(Path(launch.model))
     core = start_classifier(launch, text) if launch.task == "classify" else start_engine(launch, text)
     sys.setswitchinterval(SWITCH_S)
-    asyncio.run(_run(core, text, launch, listener, control, clock))
+    asyncio.run(_run(core, text, launch, listener, control, SystemClock()))
 
 
 def _facade(

@@ -1,4 +1,4 @@
-"""Advantages: group-relative, ReMax, returns, GAE; whitening; penalties added to the reward.
+"""Advantages: group-relative, returns, GAE; whitening; penalties added to the reward.
 
 Group statistics need all samples of a group, and the samples of one group are spread over ranks. The caller gathers the
 rewards of the whole step, and every rank computes the same advantages from them. All computation is in float64, so that
@@ -60,16 +60,6 @@ def group_advantages(rewards: Tensor, group_index: Tensor, kind: GroupKind) -> T
         case "rloo":
             advantages = centred * (counts / (counts - 1))[inverse]
     return torch.where((std <= CONSTANT_REWARD_STD)[inverse], torch.zeros_like(centred), advantages)
-
-
-def against_greedy(rewards: Tensor, greedy_rewards: Tensor) -> Tensor:
-    """ReMax (arXiv 2310.10505): R minus the reward of the greedy response to the same prompt.
-
-    `rewards` and `greedy_rewards` [n]; `greedy_rewards` repeats its value for each sample of a prompt. Returns [n]
-    float64. For rewards at single tokens, pass the returns to go (`discounted`). Raises ValueError for non-finite
-    rewards and for mismatched shapes.
-    """
-    return _rewards(rewards, greedy_rewards) - _rewards(greedy_rewards, rewards)
 
 
 def _rewards(rewards: Tensor, beside: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from gcore.errors import GcoreError
-from gcore.system.clock import Clock, SystemClock
+from gcore.system.clock import SystemClock
 from gcore.system.process import exit_sentence, thread_environment
 from gcore.worker.sandbox.jail import BEGUN
 
@@ -72,8 +72,8 @@ class ProgramSandbox:
     `memory_mb`: memory limit of a program. `packages`: whether programs may import the packages installed beside gcore.
     """
 
-    def __init__(self, memory_mb: int, *, packages: bool = False, clock: Clock | None = None) -> None:
-        self._clock = clock or SystemClock()
+    def __init__(self, memory_mb: int, *, packages: bool = False) -> None:
+        self._clock = SystemClock()
         self._memory_mb = memory_mb
         paths = sysconfig.get_paths()
         self._paths = list(dict.fromkeys((paths["purelib"], paths["platlib"]))) if packages else []

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gcore.config import JobSpec, parse_spec
+from gcore.config import JobSpec, new_spec, parse_spec
 from gcore.config.train import CriticSpec
 from gcore.errors import SpecError
 
@@ -21,7 +21,7 @@ def make(train: dict[str, Any], *, samples: int = 1, base: Path | None = None) -
         "rollout": {"max_new_tokens": 4},
         "train": train,
     }
-    return parse_spec(tree, base=base)
+    return parse_spec(tree) if base is None else new_spec(tree, base=base)
 
 
 def test_gae_without_a_word_about_the_critic_takes_its_defaults() -> None:

@@ -14,7 +14,7 @@ import yaml
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from gcore.config import JobSpec, apply_overrides, dump_explicit, load_spec, parse_spec
+from gcore.config import JobSpec, apply_overrides, dump_explicit, load_spec, new_spec, parse_spec
 from gcore.config.load import stored_spec
 from gcore.config.spec import outdated_settings, training_sources
 from gcore.errors import SpecError
@@ -205,7 +205,7 @@ def test_an_override_that_is_wrong_is_told(tmp_path: Path, override: str, messag
 )
 def test_a_value_of_the_wrong_kind_is_told_in_the_words_of_a_spec(dotted: str, value: Any, said: str) -> None:
     with pytest.raises(SpecError) as caught:
-        parse_spec(changed(dotted, value), where="job.yaml")
+        new_spec(changed(dotted, value), where="job.yaml")
     assert said in str(caught.value)
     assert "?." not in str(caught.value)
 
@@ -345,7 +345,7 @@ def test_a_path_that_cannot_be_one_is_told_with_its_key(tmp_path: Path, key: str
 )  # fmt: skip
 def test_a_wrong_value_is_told_with_its_field_and_itself(dotted: str, value: Any, message: str) -> None:
     with pytest.raises(SpecError, match=message) as caught:
-        parse_spec(changed(dotted, value), where="job.yaml")
+        new_spec(changed(dotted, value), where="job.yaml")
     said = str(caught.value)
     assert said.startswith("job.yaml: ")
     assert "\n" not in said

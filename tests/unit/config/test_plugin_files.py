@@ -12,6 +12,7 @@ from gcore.config.load import new_spec, stored_spec
 from gcore.errors import SpecError
 from gcore.plugins import (
     PluginFault,
+    PluginFile,
     copied_file,
     file_digest,
     parse_plugin_file,
@@ -88,8 +89,8 @@ def test_a_copy_has_the_digest_of_its_bytes_and_copies_compare_equal(tmp_path: P
     one, other = (copied_file(tmp_path / name, data, "reward.py") for name in ("a", "b"))
     assert one.parent.name == file_digest(data)
     assert one != other
-    assert portable_reference(f"{one}:score") == portable_reference(f"{other}:score")
-    assert portable_reference("/home/me/reward.py:score") == "/home/me/reward.py:score"
+    assert portable_reference(PluginFile(one, "score")) == portable_reference(PluginFile(other, "score"))
+    assert portable_reference(PluginFile(Path("/home/me/reward.py"), "score")) == "/home/me/reward.py:score"
 
 
 def test_a_file_that_changed_after_its_submission_does_not_run(tmp_path: Path) -> None:

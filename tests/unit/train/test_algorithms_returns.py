@@ -10,10 +10,10 @@ from torch import Tensor
 
 from gcore.train.algorithms.advantages import (
     Moments,
-    against_greedy,
     at_last_token,
     discounted,
     gae,
+    group_advantages,
     less_kl,
     overlong_penalty,
     whitened,
@@ -214,10 +214,8 @@ def test_settings_that_mean_nothing_are_refused() -> None:
         overlong_penalty(torch.ones(1), longest=4, cache=5, factor=1.0)
     with pytest.raises(ValueError, match="at least 0"):
         overlong_penalty(torch.ones(1), longest=4, cache=2, factor=-1.0)
-    with pytest.raises(ValueError, match="not finite"):
-        against_greedy(torch.ones(2), torch.tensor([1.0, float("nan")]))
     with pytest.raises(ValueError, match=r"must both be \[n\]"):
-        against_greedy(torch.ones(2), torch.ones(3))
+        group_advantages(torch.ones(2), torch.zeros(3, dtype=torch.int64), "grpo")
 
 
 @given(st.lists(st.integers(0, 300), min_size=1), st.integers(1, 100), st.floats(0, 5))

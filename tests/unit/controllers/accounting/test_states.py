@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import random
 from itertools import pairwise
+from typing import get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from controllers.accounting.states import (
-    CAUSES,
     FAILED,
     MOST_SPANS,
     NOBODY,
     SYNCING,
     UNALLOCATED,
+    IdleCause,
     SlotAccount,
     Timeline,
     TimeReport,
@@ -30,7 +31,7 @@ from gcore.types import Pool
 POOLS: tuple[Pool, ...] = ("rollout", "reward", "train")
 STATES = [
     *(busy(pool) for pool in POOLS),
-    *(idle(pool, cause) for pool in POOLS for cause in CAUSES),
+    *(idle(pool, cause) for pool in POOLS for cause in get_args(IdleCause)),
     *(switching(*pair) for pair in ((NOBODY, "rollout"), ("rollout", "reward"))),
     *(SYNCING, FAILED, UNALLOCATED),
 ]
