@@ -133,10 +133,7 @@ class _Module:
                 self.define(name, value)
         else:
             self._values[name] = value
-            outer, self._referred = self._referred, set()
-            expression = self._expression(value, f"{user!r} uses {name!r}", ())
-            referred, self._referred = self._referred, outer
-            self._assign(name, expression, referred)
+            self._assign(name, *self._expression_and_names(value, f"{user!r} uses {name!r}"))
 
     def _add_import(self, name: str, module: ModuleType, user: str) -> None:
         """Import a module as `name`. Raises UsageError if the processes that score cannot import it."""
@@ -207,11 +204,11 @@ class _Module:
             return text if not text[:1].isspace() else f"if True:\n{text}"
         given = []
         for free, value in values.items():
-            outer, self._referred = self._referred, set()
-            given.append(self._expression(value, f"{found.name!r} uses {free!r} of its enclosing function", ()))
-            pending = self._referred & set(self._pending)
-            self._referred = outer
-            if pending:
+            expression, referred = self._expression_and_names(
+                value, f"{found.name!r} uses {free!r} of its enclosing function"
+            )
+            given.append(expression)
+            if pending := referred & set(self._pending):
                 what = f"{found.name!r} and {min(pending)!r} of its enclosing function use each other"
                 raise UsageError(what, fix="Define both outside the function")
         if isinstance(found.node, ast.Lambda):
@@ -222,12 +219,12 @@ class _Module:
     def _defaults(self, found: _Source) -> Iterator[str]:
         """Statements that set the defaults of a function's parameters to their present values, if its text has
         expressions other than literals."""
-        if not isinstance(found.definition, FunctionType) or not found.replaced_defaults():
+        if not isinstance(found.definition, FunctionType) or not found.odd_defaults():
             return
         function = found.definition
         for attribute, values in (("__defaults__", function.__defaults__), ("__kwdefaults__", function.__kwdefaults__)):
             if values:
-                yield f".{attribute} = {self._expression(values, f'a default of {found.name!r} is', ())}"
+                yield f".{attribute} = {self._expression(values, f'a default of {found.name!r} is')}"
 
     def _attributes(self, name: str, value: Any, found: _Source) -> Iterator[str]:
         """Statements that set attributes of a function, such as `score.start`, or constants of a class that were
@@ -238,9 +235,16 @@ class _Module:
             own = vars(value) if hasattr(value, "__dict__") else {}
             changed = {key: one for key, one in own.items() if key not in ("__wrapped__", "cache_parameters")}
         for key, one in changed.items():
-            yield f"{name}.{key} = {self._expression(one, f'{name!r} has the attribute {key!r},', ())}"
+            yield f"{name}.{key} = {self._expression(one, f'{name!r} has the attribute {key!r},')}"
 
-    def _expression(self, value: Any, what: str, inside: tuple[int, ...]) -> str:
+    def _expression_and_names(self, value: Any, what: str) -> tuple[str, set[str]]:
+        """The expression of a value (`_expression`), and the global names in it."""
+        outer, self._referred = self._referred, set()
+        expression = self._expression(value, what)
+        referred, self._referred = self._referred, outer
+        return expression, referred
+
+    def _expression(self, value: Any, what: str, inside: tuple[int, ...] = ()) -> str:
         """Return a Python expression whose value equals `value`.
 
         `what`: beginning of the message if that is impossible. `inside`: ids of the collections around the value, to
@@ -337,7 +341,7 @@ class _Source:
         """The text of the definition, renamed to `name`; for a lambda an assignment. Defaults that are not literals
         become None."""
         data = [line.encode() for line in self.lines]
-        spans = [(one.lineno, one.col_offset, *_end(one), b"None") for one in self._odd_defaults()]
+        spans = [(one.lineno, one.col_offset, *_end(one), b"None") for one in self.odd_defaults()]
         node = self.node
         if isinstance(node, ast.Lambda):
             spans.append((node.lineno, 0, node.lineno, node.col_offset, f"{name} = (".encode()))
@@ -423,10 +427,6 @@ class _Source:
                     raise UsageError(what, fix="Assign it before this call") from error
         return found
 
-    def replaced_defaults(self) -> bool:
-        """Whether a parameter has a default that is not a literal; the written text gets None in its place."""
-        return bool(self._odd_defaults())
-
     def changed_constants(self) -> dict[str, Any]:
         """Present values of the constants in a class body that were changed after the definition, by name."""
         assert isinstance(self.node, ast.ClassDef)
@@ -442,8 +442,8 @@ class _Source:
                     found[target.id] = now  # type: ignore[attr-defined]
         return found
 
-    def _odd_defaults(self) -> list[ast.expr]:
-        """The defaults of parameters that are not literals."""
+    def odd_defaults(self) -> list[ast.expr]:
+        """The defaults of parameters that are not literals. The written text has None in their place."""
         if isinstance(self.node, ast.ClassDef):
             return []
         arguments = self.node.args
@@ -452,7 +452,7 @@ class _Source:
     def _plain_node(self) -> Node:
         """A copy of the syntax tree without annotations, and with None for the defaults that are not literals."""
         text = "".join(self.lines)
-        odd = {(one.lineno, one.col_offset) for one in self._odd_defaults()}
+        odd = {(one.lineno, one.col_offset) for one in self.odd_defaults()}
         copy = next(
             one for one in ast.walk(_parsed(text, self.file))
             if type(one) is type(self.node) and (one.lineno, one.col_offset) == (self.node.lineno, self.node.col_offset)
