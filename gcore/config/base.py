@@ -100,7 +100,7 @@ class Section(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _truth_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
+    def _refuse_booleans(cls, value: Any, info: ValidationInfo) -> Any:
         # Pydantic accepts true as 1, and YAML 1.1 reads yes, no, on and off as booleans.
         truths = isinstance(value, bool) or (
             isinstance(value, list | tuple) and any(isinstance(v, bool) for v in value)

@@ -63,7 +63,7 @@ class ColumnsSection(Section):
     columns: tuple[str, ...] | None = Field(None, description=COLUMNS_HELP)
 
     @model_serializer(mode="wrap")
-    def _as_before(self, written: SerializerFunctionWrapHandler) -> dict[str, Any]:
+    def _omit_unset_columns(self, written: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Omit `columns` when unset, so that daemons of an older gcore can read the spec."""
         tree: dict[str, Any] = written(self)
         return tree if self.columns is not None else {name: value for name, value in tree.items() if name != "columns"}
@@ -119,14 +119,14 @@ class SourcesSection(ColumnsSection):
 
     @field_validator("sources")
     @classmethod
-    def _names_differ(cls, sources: tuple[SourceSpec, ...]) -> tuple[SourceSpec, ...]:
+    def _check_source_names(cls, sources: tuple[SourceSpec, ...]) -> tuple[SourceSpec, ...]:
         twice = [name for name, count in Counter(source.name for source in sources).items() if count > 1]
         if twice:
             raise ValueError(f"two sources have the same name ({', '.join(map(repr, sorted(twice)[:8]))}); rename one")
         return sources
 
     @model_validator(mode="after")
-    def _one_form(self) -> SourcesSection:
+    def _check_path(self) -> SourcesSection:
         if self.path is not None and self.sources:
             raise ValueError("path and sources are both set; leave one out")
         if self.path is None and (self.split is not None or self.format != "auto" or self.columns is not None):
@@ -157,7 +157,7 @@ class DataSpec(SourcesSection):
     curriculum_options: dict[str, Option] = Field({}, description="Settings of the curriculum, by name")
 
     @model_validator(mode="after")
-    def _has_prompts(self) -> DataSpec:
+    def _check_prompts(self) -> DataSpec:
         if self.path is None and not self.sources:
             raise ValueError("there are no prompts; set data.path or data.sources")
         if self.min_prompt_tokens and self.max_prompt_tokens and self.min_prompt_tokens > self.max_prompt_tokens:
@@ -257,7 +257,7 @@ class EvalSetSpec(SourceSpec):
     )
 
     @model_validator(mode="after")
-    def _nothing_is_said_that_is_not_heeded(self) -> EvalSetSpec:
+    def _refuse_unused_fields(self) -> EvalSetSpec:
         beside = {"max_new_tokens", "temperature", "top_p"}
         said = [key for key, value in self.sampling.model_dump(exclude_none=True).items() if key != "stop"]
         for key in said:
@@ -297,7 +297,7 @@ class EvalSpec(SourcesSection):
 
     @field_validator("sources")
     @classmethod
-    def _no_set_is_called_as_a_metric(cls, sources: tuple[EvalSetSpec, ...]) -> tuple[EvalSetSpec, ...]:
+    def _check_set_names(cls, sources: tuple[EvalSetSpec, ...]) -> tuple[EvalSetSpec, ...]:
         if any(source.name == ACCURACY for source in sources):
             raise ValueError(
                 f"a set cannot be named {ACCURACY!r}, which is the name of a metric over all sets; rename it"
@@ -305,7 +305,7 @@ class EvalSpec(SourcesSection):
         return sources
 
     @model_validator(mode="after")
-    def _can_be_measured(self) -> EvalSpec:
+    def _check_sets(self) -> EvalSpec:
         if not self.wanted:
             for name, value in self:
                 if value != EvalSpec.model_fields[name].get_default(call_default_factory=True):

@@ -99,7 +99,7 @@ class JobLimits(Section):
 
     @field_validator("cgroup")
     @classmethod
-    def _is_a_place(cls, cgroup: str) -> str:
+    def _check_cgroup(cls, cgroup: str) -> str:
         if cgroup not in (AUTO, OFF) and not cgroup.startswith("/"):
             raise ValueError(f"it should be {AUTO}, {OFF}, or the absolute path of a cgroup v2 folder")
         return cgroup
@@ -178,7 +178,7 @@ class AllowSection(Section):
 
     @field_validator("roots")
     @classmethod
-    def _are_whole(cls, roots: tuple[str, ...] | None) -> tuple[str, ...] | None:
+    def _check_roots(cls, roots: tuple[str, ...] | None) -> tuple[str, ...] | None:
         for root in roots or ():
             if not root.startswith("/"):
                 raise ValueError(f"{root!r} should be an absolute path, beginning with /")
@@ -186,7 +186,7 @@ class AllowSection(Section):
 
     @field_validator("secrets")
     @classmethod
-    def _are_references(cls, secrets: tuple[str, ...] | None) -> tuple[str, ...] | None:
+    def _check_secrets(cls, secrets: tuple[str, ...] | None) -> tuple[str, ...] | None:
         for one in secrets or ():
             if not one.startswith(("env:", "file:/")):
                 raise ValueError(f"{one!r} should be env:NAME or file:/PATH")
@@ -293,7 +293,7 @@ class NodeConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _as_it_was_written_before(cls, tree: Any) -> Any:
+    def _read_old_endpoints(cls, tree: Any) -> Any:
         """Accept `etcd_endpoints`, which local clusters of an earlier version wrote."""
         if isinstance(tree, dict) and "etcd_endpoints" in tree and "etcd" not in tree:
             tree = dict(tree)
@@ -302,14 +302,14 @@ class NodeConfig(Section):
 
     @field_validator("slots")
     @classmethod
-    def _are_slots(cls, slots: tuple[str, ...]) -> tuple[str, ...]:
+    def _check_slots(cls, slots: tuple[str, ...]) -> tuple[str, ...]:
         if problem := slots_problem(slots):
             raise ValueError(problem)
         return slots
 
     @field_validator("advertise")
     @classmethod
-    def _is_an_address(cls, advertise: str | None) -> str | None:
+    def _check_advertise(cls, advertise: str | None) -> str | None:
         if advertise is not None:
             host, port = _host_and_port(advertise)
             if not host or port == 0 or host in EVERY_ADDRESS:
@@ -317,7 +317,7 @@ class NodeConfig(Section):
         return advertise
 
     @model_validator(mode="after")
-    def _can_be_reached(self) -> Self:
+    def _check_listen_host(self) -> Self:
         if self.listen_host in EVERY_ADDRESS and self.advertise is None:
             raise ValueError(
                 f"listen_host {self.listen_host} is every address of the machine, so others do not know which address to use; "
@@ -326,7 +326,7 @@ class NodeConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _nobody_unknown_is_listened_to(self) -> Self:
+    def _check_authentication(self) -> Self:
         hosts = {
             "listen_host": self.listen_host,
             "worker_host": self.workers_listen_on,

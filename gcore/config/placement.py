@@ -37,7 +37,7 @@ class SchedulingSpec(Section):
     )
 
     @model_validator(mode="after")
-    def _most_is_enough(self) -> SchedulingSpec:
+    def _check_slots(self) -> SchedulingSpec:
         if self.slots_max is not None and self.slots_max < self.slots_min:
             raise ValueError(
                 f"slots_max ({self.slots_max}) is less than slots_min ({self.slots_min}); raise one or lower the other"
@@ -90,7 +90,7 @@ class PlacementSpec(Section):
         return self.policy == "dynamic" if self.lend is None else self.lend
 
     @model_validator(mode="after")
-    def _pools_are_statics(self) -> PlacementSpec:
+    def _check_pools(self) -> PlacementSpec:
         if self.policy == "static" and self.train is None:
             raise ValueError("policy: static needs train, the number of slots for train ranks; set it")
         if self.policy == "colocated" and (self.train is not None or self.reward is not None):

@@ -71,7 +71,7 @@ class RewardPart(Section):
     weight: float = Field(1.0, description="Factor of the part's value")
 
     @model_validator(mode="after")
-    def _one_form(self) -> RewardPart:
+    def _check_form(self) -> RewardPart:
         if (self.name is None) == (self.judge is None):
             raise ValueError(
                 f"a part needs either a name or a judge, but {'both are' if self.name is not None else 'neither is'} set"
@@ -112,7 +112,7 @@ class RewardSpec(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _list_of_parts(cls, given: Any) -> Any:
+    def _read_list(cls, given: Any) -> Any:
         """Convert a list of rewards, the short form of `parts`. Raises ValueError if it is empty."""
         if not isinstance(given, list | tuple):
             return given
@@ -121,7 +121,7 @@ class RewardSpec(Section):
         return {"parts": given}
 
     @model_validator(mode="after")
-    def _one_form(self) -> RewardSpec:
+    def _check_form(self) -> RewardSpec:
         if self.judge is not None and (self.name != DEFAULT_REWARD or self.options or self.parts):
             raise ValueError("set only one of judge, name (with options), and parts (with options of their own)")
         if not self.parts:
@@ -245,7 +245,7 @@ class JudgeServing(Section):
     engine_args: tuple[str, ...] = Field((), description="Additional command-line arguments of the SGLang server")
 
     @model_validator(mode="after")
-    def _arguments_are_sglangs(self) -> JudgeServing:
+    def _check_engine(self) -> JudgeServing:
         if self.engine == "torch" and self.engine_args:
             raise ValueError("engine_args need engine: sglang; set it, or leave engine_args out")
         if (why := refuse_torch(self.engine, self.slots_per_engine)) is not None:
@@ -301,7 +301,7 @@ class ExternalJudge(Section):
     )
 
     @model_serializer(mode="wrap")
-    def _as_before(self, written: SerializerFunctionWrapHandler) -> dict[str, Any]:
+    def _omit_unset_fields(self, written: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Omit `key` when unset, so that daemons of an older gcore can read the spec."""
         tree: dict[str, Any] = written(self)
         return tree if self.key is not None else {name: value for name, value in tree.items() if name != "key"}
@@ -312,13 +312,13 @@ class ExternalJudge(Section):
         return f"env:{self.key_env}" if self.key_env is not None else self.key
 
     @model_validator(mode="after")
-    def _one_key(self) -> ExternalJudge:
+    def _check_key(self) -> ExternalJudge:
         if self.key is not None and self.key_env is not None:
             raise ValueError("key and key_env are both set; leave one out")
         return self
 
     @model_validator(mode="after")
-    def _cost_needs_prices(self) -> ExternalJudge:
+    def _check_prices(self) -> ExternalJudge:
         if self.most_cost is not None and not (self.price_in or self.price_out):
             raise ValueError("most_cost needs price_in or price_out; set one of them")
         return self
@@ -346,7 +346,7 @@ class VerdictSpec(Section):
     options: dict[str, Option] = Field({}, description="Settings of a parser of your own, by name")
 
     @model_validator(mode="after")
-    def _fits_together(self) -> VerdictSpec:
+    def _check_fields(self) -> VerdictSpec:
         if self.least >= self.most:
             raise ValueError(f"least ({self.least:g}) is not below most ({self.most:g}); lower least, or raise most")
         if self.scale and math.isinf(self.most - self.least):
@@ -443,7 +443,7 @@ class JudgeSpec(Section):
     )
 
     @model_validator(mode="after")
-    def _fits_together(self) -> JudgeSpec:
+    def _check_fields(self) -> JudgeSpec:
         if (self.model is None) == (self.external is None):
             both = "both are set" if self.model is not None else "neither is set"
             raise ValueError(f"a judge needs either model or external, but {both}")

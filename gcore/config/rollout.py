@@ -107,7 +107,7 @@ class RolloutSpec(Section):
     )
 
     @model_validator(mode="after")
-    def _lengths_fit(self) -> RolloutSpec:
+    def _check_fields(self) -> RolloutSpec:
         if self.min_new_tokens > self.max_new_tokens:
             raise ValueError(
                 f"min_new_tokens ({self.min_new_tokens}) is above max_new_tokens ({self.max_new_tokens}); lower it"
@@ -168,7 +168,7 @@ class ToolsSpec(Section):
 
     @field_validator("names")
     @classmethod
-    def _names_differ(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+    def _check_names(cls, names: tuple[str, ...]) -> tuple[str, ...]:
         called = [short_name(name) for name in names]
         if twice := sorted({name for name in called if called.count(name) > 1}):
             same = [name for name in names if short_name(name) == twice[0]]

@@ -117,7 +117,7 @@ class CheckpointSpec(Section):
     )
 
     @model_validator(mode="after")
-    def _kept_ones_are_written(self) -> CheckpointSpec:
+    def _check_keep_every(self) -> CheckpointSpec:
         if self.keep_every is not None and self.keep_every % self.every:
             above = (self.keep_every // self.every + 1) * self.every
             raise ValueError(
@@ -143,7 +143,7 @@ class StorageSpec(Section):
     )
 
     @model_validator(mode="after")
-    def _one_way_to_store(self) -> StorageSpec:
+    def _check_storage(self) -> StorageSpec:
         if self.root is not None and self.copies is not None:
             raise ValueError(
                 "storage.root is for nodes that share a folder, and storage.copies is for nodes that share none; leave one out"
@@ -189,7 +189,7 @@ class JobSpec(Section):
     )
 
     @model_validator(mode="after")
-    def _fits_together(self, info: ValidationInfo) -> JobSpec:
+    def _check_sections(self, info: ValidationInfo) -> JobSpec:
         rules = _RULES if is_stored(info) else (*_RULES, *_RULES_OF_NEW_JOBS)
         if (why := next((why for rule in rules for why in rule(self)), None)) is not None:
             raise ValueError(why)

@@ -88,7 +88,7 @@ class CriticSpec(Section):
 
     @field_validator("path")
     @classmethod
-    def _is_a_folder(cls, path: str | None) -> str | None:
+    def _check_path(cls, path: str | None) -> str | None:
         if path is not None and path.startswith(HUB_SCHEMES):
             raise ValueError(
                 "the critic's model must be a folder that every node sees; download the model and name its folder"
@@ -386,21 +386,21 @@ class TrainSpec(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _gae_has_a_critic(cls, tree: Any) -> Any:
+    def _add_critic(cls, tree: Any) -> Any:
         if isinstance(tree, dict) and tree.get("advantage") == "gae" and tree.get("critic") is None:
             return {**tree, "critic": {}}
         return tree
 
     @model_validator(mode="before")
     @classmethod
-    def _clips_are_the_loss_s(cls, tree: Any, info: ValidationInfo) -> Any:
+    def _add_clip_range(cls, tree: Any, info: ValidationInfo) -> Any:
         """Give a new job the clip range of its loss's paper. A stored job keeps its own."""
         if not isinstance(tree, dict) or is_stored(info):
             return tree
         return {**CLIPS.get(str(tree.get("loss")), {}), **tree}
 
     @model_validator(mode="after")
-    def _fits_together(self) -> TrainSpec:
+    def _check_fields(self) -> TrainSpec:
         if (why := next(_of_train(self), None)) is not None:
             raise ValueError(why)
         return self
@@ -463,7 +463,7 @@ class FlowSpec(Section):
     )
 
     @model_validator(mode="after")
-    def _goes_so_far_and_no_further(self) -> FlowSpec:
+    def _check_goal(self) -> FlowSpec:
         if (self.steps is None) == (self.epochs is None):
             both = "both are set. Remove one, on the command line with --set flow.steps=null or flow.epochs=null"
             given = both if self.steps is not None else "neither is set"

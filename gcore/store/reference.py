@@ -44,7 +44,7 @@ class TlsFiles(RecordPart):
     key: str | None = None
 
     @model_validator(mode="after")
-    def _pairs(self) -> Self:
+    def _check_pair(self) -> Self:
         if (self.cert is None) != (self.key is None):
             raise ValueError("only one of cert and key is set; set both or neither")
         return self

@@ -113,7 +113,7 @@ class LaunchSpec(Record):
         return named | ({} if self.rank is None else {"rank": self.rank})
 
     @model_validator(mode="after")
-    def _ranks_have_a_world(self) -> Self:
+    def _check_world(self) -> Self:
         if (self.role == "train") != (self.world is not None) or (self.world is None) != (self.rank is None):
             raise ValueError(
                 f"role {self.role!r} with world {self.world!r} and rank {self.rank!r}; "

@@ -108,7 +108,7 @@ class NodeKind(Section):
     """Host memory per node."""
 
     @model_validator(mode="after")
-    def _is_described(self) -> NodeKind:
+    def _check_device(self) -> NodeKind:
         if self.device is not None and self.device not in DEVICES:
             raise ValueError(
                 f"there is no device {shorten_text(repr(self.device))}{did_you_mean(self.device, DEVICES)}; known are "

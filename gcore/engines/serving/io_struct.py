@@ -95,7 +95,7 @@ class SamplingBody(SamplingFields):
 
     @model_validator(mode="before")
     @classmethod
-    def _null_is_the_default(cls, value: Any) -> Any:
+    def _drop_nulls(cls, value: Any) -> Any:
         if not isinstance(value, dict):
             return value
         return {k: v for k, v in value.items() if v is not None or k == "max_new_tokens" or k not in cls.model_fields}

@@ -62,7 +62,7 @@ class _Asking(SamplingFields):
 
     @model_validator(mode="before")
     @classmethod
-    def _without_what_changes_nothing(cls, value: Any) -> Any:
+    def _drop_neutral_fields(cls, value: Any) -> Any:
         if not isinstance(value, dict):
             return value
         kept = {}

@@ -65,7 +65,7 @@ class RankLaunch(RecordPart):
     """
 
     @model_validator(mode="after")
-    def _rank_is_in_the_world(self) -> RankLaunch:
+    def _check_world(self) -> RankLaunch:
         if self.rank >= self.world_size:
             raise ValueError(f"rank {self.rank} does not exist in a world of {self.world_size} ranks")
         if self.memory_dir and len(self.nodes) != self.world_size:
