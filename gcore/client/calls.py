@@ -169,7 +169,7 @@ class ApiCalls:
         self._owner_key = owner_key
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._current = 0
-        self._heard = clock.monotonic()
+        self._answered_at = clock.monotonic()
         """When a controller last answered, in monotonic seconds."""
 
     async def __aenter__(self) -> Self:
@@ -188,46 +188,46 @@ class ApiCalls:
         """Return whether the daemon at `address` reports that it is serving."""
         return await self._health(address) == int(health_pb2.HealthCheckResponse.SERVING)
 
-    async def _anywhere(self, what: str, call: ApiCall[T], *, timeout_s: float | None = None) -> T:
+    async def _call_any(self, what: str, call: ApiCall[T], *, timeout_s: float | None = None) -> T:
         """Call one controller after another until one answers, each at most once.
 
         `what`: verb phrase of the call for error messages. `timeout_s`: for a long call, which is abandoned earlier
         only if the controller fails health checks; None: `WaitPolicy.call_s`. If no controller answers, raises
         StoreUnavailable if one of them reported that it cannot reach the store, otherwise Unreachable.
         """
-        reasons, told = [], ""
+        reasons, store_error = [], ""
         for _ in self.addresses:
             address = self.addresses[self._current]
             try:
                 if timeout_s is None:
                     answer = await call(self._stub(address), self._patience.call_s)
                 else:
-                    answer = await self._while_there(call, address, timeout_s)
+                    answer = await self._call_watched(call, address, timeout_s)
             except ControllerSilent:
                 reasons.append("no answer in time")
-                self._turn_from(address)
+                self._switch_from(address)
             except grpc.aio.AioRpcError as error:
                 if error.code() not in NO_ANSWER:
                     raise explain_refusal(error, address, what) from error
                 reasons.append(status_text(error))
-                if await self._said_so(error, address):
-                    told = f"cannot {what}: {status_text(error)}"
-                self._turn_from(address)
+                if await self._is_from_controller(error, address):
+                    store_error = f"cannot {what}: {status_text(error)}"
+                self._switch_from(address)
             else:
-                self._heard = self._clock.monotonic()
+                self._answered_at = self._clock.monotonic()
                 return answer
-        if told:  # the sentence already says what to do, and other controllers would report the same
-            raise StoreUnavailable(told, where=", ".join(self.addresses))
-        raise self._nobody(f"cannot {what}: {reasons[-1]}")
+        if store_error:  # the sentence already says what to do, and other controllers would report the same
+            raise StoreUnavailable(store_error, where=", ".join(self.addresses))
+        raise self._unreachable(f"cannot {what}: {reasons[-1]}")
 
-    async def _said_so(self, error: grpc.aio.AioRpcError, address: str) -> bool:
+    async def _is_from_controller(self, error: grpc.aio.AioRpcError, address: str) -> bool:
         """Return whether UNAVAILABLE came from the controller itself, which cannot reach its store, and not from the
         network."""
         if error.code() is not grpc.StatusCode.UNAVAILABLE or status_text(error) == NOTHING_THERE:
             return False
         return await self._health(address) is not None
 
-    async def _while_there(self, call: ApiCall[T], address: str, timeout_s: float) -> T:
+    async def _call_watched(self, call: ApiCall[T], address: str, timeout_s: float) -> T:
         """Make a long call and return its result. Raises ControllerSilent if the controller stops answering health
         checks meanwhile."""
         asked = asyncio.ensure_future(call(self._stub(address), timeout_s))
@@ -247,15 +247,15 @@ class ApiCalls:
         except grpc.aio.AioRpcError as error:
             # A server that rejects the health check is reachable too.
             return None if error.code() in NO_ANSWER else health_pb2.HealthCheckResponse.UNKNOWN
-        self._heard = self._clock.monotonic()
+        self._answered_at = self._clock.monotonic()
         return int(reply.status)
 
-    def _turn_from(self, address: str) -> None:
+    def _switch_from(self, address: str) -> None:
         """Use the next controller from now on, unless another call has already switched."""
         if self.addresses[self._current] == address:
             self._current = (self._current + 1) % len(self.addresses)
 
-    def _nobody(self, what: str) -> Unreachable:
+    def _unreachable(self, what: str) -> Unreachable:
         """Create the error for calls that no controller answered."""
         return Unreachable(
             what,

@@ -31,23 +31,23 @@ class AccessClient(ApiCalls):
 
     async def who_am_i(self) -> pb.WhoAmIReply:
         """Return the identity that the cluster assigns to this client."""
-        return await self._anywhere("look up the caller", lambda s, t: s.WhoAmI(pb.WhoAmIRequest(), timeout=t))
+        return await self._call_any("look up the caller", lambda s, t: s.WhoAmI(pb.WhoAmIRequest(), timeout=t))
 
     async def create_token(
         self, name: str, role: str, namespaces: Sequence[str], lifetime_s: float
     ) -> pb.CreateTokenReply:
         """Create a token. If the response is lost, revoke the token, because its secret cannot be read again."""
         request = pb.CreateTokenRequest(name=name, role=role, namespaces=namespaces, lifetime_s=lifetime_s)
-        return await self._anywhere("create the token", lambda s, t: s.CreateToken(request, timeout=t))
+        return await self._call_any("create the token", lambda s, t: s.CreateToken(request, timeout=t))
 
     async def list_tokens(self) -> pb.ListTokensReply:
         """Return all tokens without their secrets."""
-        return await self._anywhere("list the tokens", lambda s, t: s.ListTokens(pb.ListTokensRequest(), timeout=t))
+        return await self._call_any("list the tokens", lambda s, t: s.ListTokens(pb.ListTokensRequest(), timeout=t))
 
     async def revoke_token(self, token_id: str) -> pb.RevokeTokenReply:
         """Revoke a token."""
         request = pb.RevokeTokenRequest(id=token_id)
-        return await self._anywhere("revoke the token", lambda s, t: s.RevokeToken(request, timeout=t))
+        return await self._call_any("revoke the token", lambda s, t: s.RevokeToken(request, timeout=t))
 
     def _stub(self, address: str) -> Any:
         channel = self._channel(address)
@@ -183,7 +183,7 @@ class ResumingStreams(ApiCalls):
         `until_ended`: read until the job has ended; otherwise a normal end of the stream is the end if `is_over()` is
         true. Raises Unreachable if no controller answers for `WaitPolicy.lost_s`.
         """
-        self._heard = self._clock.monotonic()
+        self._answered_at = self._clock.monotonic()
         refused = 0
         while True:
             address = self.addresses[self._current]
@@ -199,28 +199,28 @@ class ResumingStreams(ApiCalls):
                 if not until_ended and is_over():
                     return
                 if not until_ended:
-                    self._turn_from(address)
+                    self._switch_from(address)
                 elif not brought and (await self._state(job)) in ENDED:
                     return
             except grpc.aio.AioRpcError as error:
                 refused += error.code() not in NO_ANSWER
                 if error.code() in FINAL or refused >= MOST_REFUSALS * len(self.addresses):
                     raise explain_refusal(error, address, what) from error
-                self._turn_from(address)
+                self._switch_from(address)
                 # A controller that cannot reach the store still answers health checks, so it does not count as lost.
                 await self._health(address)
             except (ControllerSilent, Unreachable):
-                self._turn_from(address)
+                self._switch_from(address)
             finally:
                 call.cancel()
-            if self._clock.monotonic() - self._heard > self._patience.lost_s:
-                raise self._nobody(f"no controller has answered for {self._patience.lost_s:.0f} s")
+            if self._clock.monotonic() - self._answered_at > self._patience.lost_s:
+                raise self._unreachable(f"no controller has answered for {self._patience.lost_s:.0f} s")
             if not brought:
                 await self._clock.sleep(self._patience.retry_s)
 
     async def _state(self, job: str) -> int:
         """Return the job's state (a `JobState` of the API)."""
-        found = await self._anywhere("look up the job", lambda s, t: s.GetJob(v1_pb.GetJobRequest(job=job), timeout=t))
+        found = await self._call_any("look up the job", lambda s, t: s.GetJob(v1_pb.GetJobRequest(job=job), timeout=t))
         return int(found.state)
 
     async def _until_silent(self, call: Any, address: str) -> AsyncGenerator[Any, None]:
@@ -243,7 +243,7 @@ class ResumingStreams(ApiCalls):
                 message = reading.result()
             finally:
                 reading.cancel()
-            self._heard = self._clock.monotonic()
+            self._answered_at = self._clock.monotonic()
             if message is None:
                 return
             yield message
@@ -259,18 +259,18 @@ class JobsClient(ResumingStreams):
         """
         key = self._owner_key
         request = v1_pb.CreateJobRequest(request_id=request_id, spec_json=spec_json, mode=mode, owner_key=key)
-        return await self._anywhere(
+        return await self._call_any(
             "create the job", lambda stub, t: stub.CreateJob(request, timeout=t), timeout_s=self._patience.create_s
         )
 
     async def get_job(self, job: str) -> v1_pb.Job:
         """Return a job by name (the newest with this name) or uid."""
-        return await self._anywhere("look up the job", lambda s, t: s.GetJob(v1_pb.GetJobRequest(job=job), timeout=t))
+        return await self._call_any("look up the job", lambda s, t: s.GetJob(v1_pb.GetJobRequest(job=job), timeout=t))
 
     async def list_page(self, request: v1_pb.ListJobsRequest) -> v1_pb.ListJobsReply:
         """Return one page of the jobs that the caller may see, newest first. `request`: filters, page size and page
         token."""
-        return await self._anywhere("list the jobs", lambda s, t: s.ListJobs(request, timeout=t))
+        return await self._call_any("list the jobs", lambda s, t: s.ListJobs(request, timeout=t))
 
     async def list_jobs(
         self, *, namespace: str = "", states: Sequence[int] = (), name_prefix: str = "", limit: int | None = None
@@ -289,31 +289,31 @@ class JobsClient(ResumingStreams):
     async def cancel_job(self, job: str, *, drain: bool = False) -> v1_pb.Job:
         """Cancel the job: immediately, or with `drain` at its next commit. Has no effect on an ended job."""
         request = v1_pb.CancelJobRequest(job=job, mode=v1_pb.CANCEL_MODE_DRAIN if drain else v1_pb.CANCEL_MODE_NOW)
-        return await self._anywhere("cancel the job", lambda s, t: s.CancelJob(request, timeout=t))
+        return await self._call_any("cancel the job", lambda s, t: s.CancelJob(request, timeout=t))
 
     async def pause_job(self, job: str) -> v1_pb.Job:
         """Pause the job. It releases its slots at its next commit and waits until it is resumed."""
-        return await self._anywhere("pause the job", lambda s, t: s.PauseJob(v1_pb.PauseJobRequest(job=job), timeout=t))
+        return await self._call_any("pause the job", lambda s, t: s.PauseJob(v1_pb.PauseJobRequest(job=job), timeout=t))
 
     async def resume_job(self, job: str) -> v1_pb.Job:
         """Resume a paused job. It continues as soon as slots are available."""
-        return await self._anywhere(
+        return await self._call_any(
             "resume the job", lambda s, t: s.ResumeJob(v1_pb.ResumeJobRequest(job=job), timeout=t)
         )
 
     async def update_job(self, job: str, changes: Mapping[str, int]) -> v1_pb.Job:
         """Change `priority`, `slots_min` and `slots_max` (0: no limit) of a running job."""
         request = v1_pb.UpdateJobRequest(job=job, update_mask=FieldMask(paths=sorted(changes)), **changes)
-        return await self._anywhere("change the job", lambda s, t: s.UpdateJob(request, timeout=t))
+        return await self._call_any("change the job", lambda s, t: s.UpdateJob(request, timeout=t))
 
     async def delete_job(self, job: str, *, files: bool = False) -> None:
         """Delete the record of an ended job, and with `files` its run folder."""
         request = v1_pb.DeleteJobRequest(job=job, files=files)
-        await self._anywhere("delete the job", lambda s, t: s.DeleteJob(request, timeout=t))
+        await self._call_any("delete the job", lambda s, t: s.DeleteJob(request, timeout=t))
 
     async def run_eval(self, job: str) -> v1_pb.RunEvalReply:
         """Request an evaluation of the newest weights. Returns their version, not the result."""
-        return await self._anywhere(
+        return await self._call_any(
             "request an evaluation", lambda s, t: s.RunEval(v1_pb.RunEvalRequest(job=job), timeout=t)
         )
 
@@ -321,13 +321,13 @@ class JobsClient(ResumingStreams):
         """Return the shards of the job's prompt stream: which node generates for each, and its first prompt without an
         outcome."""
         request = v1_pb.ListShardsRequest(job=job)
-        reply = await self._anywhere("list the shards", lambda s, t: s.ListShards(request, timeout=t))
+        reply = await self._call_any("list the shards", lambda s, t: s.ListShards(request, timeout=t))
         return list(reply.shards)
 
     async def audit_job(self, job: str) -> v1_pb.AuditReport:
         """Audit the job: compare its log with the receipts of the train ranks (what each rank trained)."""
         request = v1_pb.AuditJobRequest(job=job)
-        return await self._anywhere(
+        return await self._call_any(
             "audit the job", lambda s, t: s.AuditJob(request, timeout=t), timeout_s=self._patience.audit_s
         )
 
@@ -350,7 +350,7 @@ class JobsClient(ResumingStreams):
         async def read(stub: Any, timeout_s: float) -> list[v1_pb.SampleGroup]:
             return [group async for group in stub.GetSamples(request, timeout=timeout_s)]
 
-        return await self._anywhere("read the samples", read, timeout_s=self._patience.samples_s)
+        return await self._call_any("read the samples", read, timeout_s=self._patience.samples_s)
 
     async def get_books(self, job: str, step: int | None = None) -> list[v1_pb.BookOfNode]:
         """Return the slot accounting of `step`, per node, with the timeline of each slot. `step` None: the newest
@@ -363,34 +363,34 @@ class JobsClient(ResumingStreams):
         async def read(stub: Any, timeout_s: float) -> list[v1_pb.BookOfNode]:
             return [book async for book in stub.GetBooks(request, timeout=timeout_s)]
 
-        return await self._anywhere("read the slot accounting", read, timeout_s=self._patience.samples_s)
+        return await self._call_any("read the slot accounting", read, timeout_s=self._patience.samples_s)
 
     async def list_checkpoints(self, job: str) -> v1_pb.ListCheckpointsReply:
         """Return the job's registered checkpoints, newest first."""
         request = v1_pb.ListCheckpointsRequest(job=job)
-        return await self._anywhere("list the checkpoints", lambda s, t: s.ListCheckpoints(request, timeout=t))
+        return await self._call_any("list the checkpoints", lambda s, t: s.ListCheckpoints(request, timeout=t))
 
     async def get_placement(self, job: str) -> v1_pb.PlacementReply:
         """Return the job's placement (which pool each slot serves: rollout, reward or train), and its newest changes."""
         request = v1_pb.GetPlacementRequest(job=job)
-        return await self._anywhere("look up the placement", lambda s, t: s.GetPlacement(request, timeout=t))
+        return await self._call_any("look up the placement", lambda s, t: s.GetPlacement(request, timeout=t))
 
     async def pin_placement(self, request: v1_pb.PinPlacementRequest) -> v1_pb.PlacementReply:
         """Pin a part of a job's placement, so that the policy does not change it, or release the pin. Idempotent."""
-        return await self._anywhere("pin the placement", lambda s, t: s.PinPlacement(request, timeout=t))
+        return await self._call_any("pin the placement", lambda s, t: s.PinPlacement(request, timeout=t))
 
     async def list_nodes(self) -> v1_pb.ListNodesReply:
         """Return the daemons and workers of the cluster."""
-        return await self._anywhere("list the nodes", lambda s, t: s.ListNodes(v1_pb.ListNodesRequest(), timeout=t))
+        return await self._call_any("list the nodes", lambda s, t: s.ListNodes(v1_pb.ListNodesRequest(), timeout=t))
 
     async def drain_node(self, node: str, *, undo: bool = False) -> v1_pb.Node:
         """Drain a node: every job leaves it at its next commit, and no new work starts there until `undo`."""
         request = v1_pb.DrainNodeRequest(node=node, undo=undo)
-        return await self._anywhere("drain the node", lambda s, t: s.DrainNode(request, timeout=t))
+        return await self._call_any("drain the node", lambda s, t: s.DrainNode(request, timeout=t))
 
     async def get_quotas(self) -> list[v1_pb.Quota]:
         """Return the slot quota of each namespace and its current use."""
-        reply = await self._anywhere(
+        reply = await self._call_any(
             "look up the quotas", lambda s, t: s.GetQuotas(v1_pb.GetQuotasRequest(), timeout=t)
         )
         return list(reply.quotas)
@@ -399,7 +399,7 @@ class JobsClient(ResumingStreams):
         """Set the maximum number of slots for all jobs of a namespace together; None removes it. Returns all quotas.
         Idempotent."""
         request = v1_pb.SetQuotaRequest(namespace=namespace, slots=slots)
-        reply = await self._anywhere("set the quota", lambda s, t: s.SetQuota(request, timeout=t))
+        reply = await self._call_any("set the quota", lambda s, t: s.SetQuota(request, timeout=t))
         return list(reply.quotas)
 
     async def get_usage(
@@ -410,5 +410,5 @@ class JobsClient(ResumingStreams):
         `since`, `until`: seconds since the epoch; 0: no limit.
         """
         request = v1_pb.GetUsageRequest(since=since, until=until, by=list(by), namespace=namespace)
-        reply = await self._anywhere("sum up the usage", lambda s, t: s.GetUsage(request, timeout=t))
+        reply = await self._call_any("sum up the usage", lambda s, t: s.GetUsage(request, timeout=t))
         return list(reply.usages)
