@@ -231,7 +231,7 @@ class Pairs:
 
     rows: Mapping[str, str]
     styles: Mapping[str, str] = field(default_factory=dict)
-    """Styles of the values, by name."""
+    """rich styles of the values, by name."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         from rich.cells import cell_len
@@ -245,11 +245,6 @@ class Pairs:
             yield _whole(Text.assemble((name, HEADING), " " * (left - cell_len(name)), (first, style)))
             for line in others:
                 yield _whole(Text.assemble(" " * left, (line, style)))
-
-
-def pairs_table(rows: Mapping[str, str], styles: Mapping[str, str] | None = None) -> Pairs:
-    """Create a table of two columns, names and values. `styles`: rich style of a value, by its name."""
-    return Pairs(dict(rows), dict(styles or {}))
 
 
 def program_name() -> str:

@@ -38,7 +38,7 @@ from controllers.cli.output import (
     message_tree,
     printable_text,
 )
-from controllers.cli.terminal import BAD, GOOD, STATE_COLOURS, display, pairs_table, say
+from controllers.cli.terminal import BAD, GOOD, STATE_COLOURS, Pairs, display, say
 from gcore.errors import GcoreError, Unreachable, UsageError, did_you_mean
 from gcore.system.clock import SystemClock
 
@@ -127,7 +127,7 @@ def describe(
         rows |= {f"placement: {name}": value for name, value in placement_rows(placement).items() if name != "job"}
     for event in last[-events:] if events else []:
         rows[f"event {event.sequence}"] = f"{format_time(event.time)}: {printable_text(event.message, 200)}"
-    display(pairs_table(rows, {"state": STATE_COLOURS.get(found.state, "")}))
+    display(Pairs(rows, {"state": STATE_COLOURS.get(found.state, "")}))
 
 
 @command("audit", JOBS, *verb_examples("audit"))
@@ -148,7 +148,7 @@ def audit(job: JobName, home: Home = DEFAULT_HOME, address: Address = None, outp
     if output.is_for_programs:
         typer.echo(output.text(audit_tree(report)))
     else:
-        display(pairs_table(audit_rows(report), {"verdict": GOOD if report.clean else BAD}))
+        display(Pairs(audit_rows(report), {"verdict": GOOD if report.clean else BAD}))
     if not report.clean:
         raise typer.Exit(1)
 

@@ -35,7 +35,7 @@ from controllers.cli.options import (
     run_of_home,
 )
 from controllers.cli.output import Output, job_snapshot
-from controllers.cli.terminal import display, pairs_table, say, stdout_console
+from controllers.cli.terminal import Pairs, display, say, stdout_console
 from controllers.cli.view.state import ENDED_STATES
 from gcore.errors import GcoreError, Unreachable, UsageError, explain_os_errors
 from gcore.system.clock import SystemClock
@@ -82,7 +82,7 @@ def show_placement(
     if output.is_for_programs:
         typer.echo(output.text(placement_tree(reply)))
         return
-    display(pairs_table(placement_rows(reply)))
+    display(Pairs(placement_rows(reply)))
     if reply.plan:
         display(slots_table(reply))
 

@@ -29,7 +29,7 @@ from rich.text import Text
 
 from controllers.accounting.states import add_times
 from controllers.cli.output import format_seconds, printable_text
-from controllers.cli.terminal import QUIET, Rows, pairs_table, rows_table
+from controllers.cli.terminal import QUIET, Pairs, Rows, rows_table
 from controllers.cli.view.state import PHASE_NAMES
 from gcore.config.placement import FIXED_POLICIES
 from gcore.ledger.records.cluster import Slot
@@ -425,7 +425,7 @@ def states_table(top: JobTop) -> Table:
 
 def render_top(top: JobTop) -> Group:
     """The complete output of `gcore top`."""
-    parts: list[Any] = [pairs_table(dict(top_rows(top)))]
+    parts: list[Any] = [Pairs(dict(top_rows(top)))]
     if top.books:
         parts += [Text(""), states_table(top)]
     else:

@@ -24,7 +24,7 @@ from controllers.cli.output import (
     job_snapshot,
     printable_text,
 )
-from controllers.cli.terminal import BAD, GOOD, STATE_COLOURS, Pairs, pairs_table, program_name
+from controllers.cli.terminal import BAD, GOOD, STATE_COLOURS, Pairs, program_name
 from controllers.cli.view.live import find_bottleneck, usual_waits, waits_line
 from controllers.cli.view.state import (
     ENDED_STATES,
@@ -212,7 +212,7 @@ def summary_table(summary: Summary, page: str = "") -> Pairs:
     """The result of a run for people. `page`: the address of the job's page; empty if the cluster has stopped."""
     rows = summary_rows(summary) | ({"page": page} if page else {})
     audit = GOOD if summary.audit == "clean" else BAD
-    return pairs_table(rows, {"job": STATE_COLOURS.get(summary.state, ""), "audit": audit})
+    return Pairs(rows, {"job": STATE_COLOURS.get(summary.state, ""), "audit": audit})
 
 
 def next_commands(summary: Summary, again: str, longer: str, options: Sequence[str] = ()) -> dict[str, str]:

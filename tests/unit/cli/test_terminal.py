@@ -14,7 +14,7 @@ from rich.console import Console
 import controllers.web
 from controllers.cli import terminal
 from controllers.cli.output import jobs_table
-from controllers.cli.terminal import display, list_commands, pairs_table, rows_table, say, terminal_columns, wrap_text
+from controllers.cli.terminal import Pairs, display, list_commands, rows_table, say, terminal_columns, wrap_text
 from controllers.cli.view.screens import LiveScreen, PlainScreen, choose_screen
 from controllers.cli.view.state import PHASES, JobSnapshot
 from gcore.api.v1 import jobs_pb2 as pb
@@ -114,7 +114,7 @@ def test_a_table_in_a_pipe_has_one_line_for_each_row():
 
 
 def test_values_hang_beside_their_names():
-    lines = printed(pairs_table({"run folder": PATH, "why": "word " * 20}), 50).splitlines()
+    lines = printed(Pairs({"run folder": PATH, "why": "word " * 20}), 50).splitlines()
     assert lines[0] == f"run folder   {PATH}"
     assert all(line.startswith(" " * 13) for line in lines[2:])
     assert max(map(len, lines[1:])) <= 50
