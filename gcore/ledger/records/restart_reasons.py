@@ -32,7 +32,7 @@ _LOST_SLOTS = re.compile(r"\d+ slots? (?:is|are) on a .+|it may use at most \d+ 
 
 _WORDS = (
     (re.compile(re.escape(HAS_AGAIN)), "slots are available again"),
-    (re.compile(rf"{re.escape(PAUSED)}"), "paused on request"),
+    (re.compile(re.escape(PAUSED)), "paused on request"),
     (re.compile(rf"{re.escape(CONTINUED)}: (\d+) (\w+) in place of (\d+)"), r"the goal was raised from \3 to \1 \2"),
     (re.compile(rf"{PLACED}: "), "the placement policy changed the train world: "),
     (
