@@ -23,6 +23,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
+import os
 import threading
 import uuid
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterable, Mapping, Sequence
@@ -32,7 +33,7 @@ from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 from gcore.api.v1 import jobs_pb2 as pb
 from gcore.client.calls import WaitPolicy
-from gcore.client.contexts import find_cluster
+from gcore.client.contexts import ADDRESS, find_cluster, find_local_cluster
 from gcore.client.jobs import JobsClient
 from gcore.client.models import (
     Job,
@@ -68,9 +69,14 @@ class AsyncClient:
         patience: WaitPolicy | None = None,
         clock: Clock | None = None,
     ) -> None:
-        """`address`: host:port of one or several controllers. `home`: folder of the local cluster; None: GCORE_HOME, else
-        `.gcore`. Raises UsageError; raises Unreachable if no cluster is known."""
-        found = find_cluster(address, local_home(home))
+        """`address`: host:port of one or several controllers; None: GCORE_ADDRESS. `home`: folder of a local cluster,
+        which is used if no `address` is given; None: a context, or the local cluster in GCORE_HOME, else in `.gcore`.
+
+        Raises UsageError; raises Unreachable if no cluster is known."""
+        if address is None and home is not None:
+            found = find_local_cluster(local_home(home))
+        else:
+            found = find_cluster(address or os.environ.get(ADDRESS) or None, local_home(home))
         self.jobs = JobsClient(
             found.addresses,
             clock=clock or SystemClock(),

@@ -139,6 +139,12 @@ def find_cluster(address: str | Sequence[str] | None, home: Path) -> ClusterAddr
     found = choose_cluster(os.environ, local=local is not None)
     if found.addresses:
         return found
+    return replace(find_local_cluster(home), connector=found.connector)
+
+
+def find_local_cluster(home: Path) -> ClusterAddress:
+    """The local cluster in `home`, whatever contexts and environment variables name. Raises Unreachable if none runs."""
+    local = LocalClusterState.load(home)
     if local is None:
         kept = (
             " (a cluster that `gcore run` started stops with it; its jobs are kept)" if (home / "runs").is_dir() else ""
@@ -148,7 +154,7 @@ def find_cluster(address: str | Sequence[str] | None, home: Path) -> ClusterAddr
             where=str((home / FILE_NAME).absolute()),
             fix=f"Start one with `gcore up`{kept}, or give a controller's address with --address host:port",
         )
-    return replace(found, addresses=local.addresses, owner_key=read_owner_key(home))
+    return ClusterAddress(local.addresses, owner_key=read_owner_key(home))
 
 
 def parse_addresses(given: str | Sequence[str]) -> tuple[str, ...]:

@@ -259,3 +259,8 @@ def test_client_looks_for_the_cluster_in_home_then_in_gcore_home_then_here(
     monkeypatch.setenv("GCORE_HOME", str(tmp_path / "elsewhere"))
     assert searched(None) == str(tmp_path / "elsewhere/cluster.json")
     assert searched(tmp_path / "given") == str(tmp_path / "given/cluster.json")
+    monkeypatch.setenv("GCORE_ADDRESS", "10.0.0.7:7500, 10.0.0.8:7500")
+    assert searched(tmp_path / "given") == str(tmp_path / "given/cluster.json")
+    client = gcore.Client()
+    assert client._inner.jobs.addresses == ("10.0.0.7:7500", "10.0.0.8:7500")
+    client.close()
