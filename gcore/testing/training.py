@@ -29,7 +29,7 @@ from gcore.models.publisher import NamedTensor
 from gcore.models.replicas import Extent
 from gcore.rollout.api import FolderUpdate, WeightUpdate
 from gcore.testing.contracts import ContractBroken
-from gcore.train.backends.base import AdamKind, TensorKind, UpdateResult
+from gcore.train.backends.base import AdamKind, TensorKind, UpdateResult, trained_parameters
 from gcore.train.batching import Feeding, LogitsOf, MicroBatch, Scores
 from gcore.train.objectives import Count, Need, Targets, find_plugin_advantage, find_plugin_loss
 from gcore.types import Version
@@ -129,7 +129,7 @@ class FakeTrainBackend:
         self.module = module
         self.feeding = feeding
         self.outputs_of = outputs_of
-        self._names = dict(module.named_parameters())
+        self._names = trained_parameters(module)
         self.shapes: Mapping[str, tuple[int, ...]] = {name: tuple(one.shape) for name, one in self._names.items()}
         self._max_grad_norm = max_grad_norm
         self._adam = torch.optim.AdamW(self._names.values(), lr=0.0, betas=betas, weight_decay=0.0)

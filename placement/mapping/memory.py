@@ -87,39 +87,47 @@ class TrainMemory:
         return self.weights + self.optimizer, self.gradients + self.activations
 
 
-def train_memory(shape: ModelShape, training: TrainWorkload, ranks: int, *, gpu: bool) -> TrainMemory:
-    """Compute the memory of a trained model on one of `ranks` ranks."""
+def train_memory(
+    shape: ModelShape, training: TrainWorkload, ranks: int, *, gpu: bool, lora_rank: int = 0
+) -> TrainMemory:
+    """Compute the memory of a trained model on one of `ranks` ranks. `lora_rank`: of its adapters, which alone are
+    trained; 0: all of it is."""
     item, count = 2 if training.half else 4, shape.parameters
-    part = -(-count // ranks)
-    bucket = item * min(count, BUCKET)
+    trained = min(count, shape.adapter_parameters(lora_rank)) if lora_rank else count
+    part = -(-trained // ranks)
+    working = activation_bytes(shape, training, ranks)
+    if training.half and not gpu:  # while the model loads, its weights are also in memory in float32
+        working = max(working, 4 * count)
     if training.fsdp:
-        return _fsdp_memory(shape, training, part, activation_bytes(shape, training, ranks), gpu=gpu)
+        return _fsdp_memory(shape, training, part, working, gpu=gpu, frozen=-(-(count - trained) // ranks))
+    bucket = item * min(trained, BUCKET)
     if training.stage == 3:
-        weights = item * part
+        weights = item * -(-count // ranks)
         gradients = item * (part + min(count, GATHERED)) + bucket
         if ranks > 1:  # collectives send a flat copy; gloo makes another one
             gradients += bucket if gpu else 2 * bucket
     else:
         weights = item * count
-        gradients = item * (count if training.stage == 1 else part) + bucket
+        gradients = item * (trained if training.stage == 1 else part) + bucket
     gradients += 4 * part  # the optimizer uses float32
-    working = activation_bytes(shape, training, ranks)
-    if training.half and not gpu:  # while the model loads, its weights are also in memory in float32
-        working = max(working, 4 * count)
     return TrainMemory(weights, gradients, (MASTER + MOMENTS) * part, working)
 
 
-def _fsdp_memory(shape: ModelShape, training: TrainWorkload, part: int, activations: int, *, gpu: bool) -> TrainMemory:
-    """Compute the memory of a model that FSDP2 splits into parts of `part` parameters."""
+def _fsdp_memory(
+    shape: ModelShape, training: TrainWorkload, part: int, activations: int, *, gpu: bool, frozen: int
+) -> TrainMemory:
+    """Compute the memory of a model of which FSDP2 gives each rank `part` trained and `frozen` other parameters."""
     item, layer = 2 if training.half else 4, shape.layer_parameters
     rest = shape.parameters - shape.layers * layer
     # The parameters outside of layers stay gathered; of the layers, the current one and the next.
     gathered = rest + 2 * layer if training.stage == 3 else shape.parameters
     gradients = (item + 4) * max(rest, layer)  # of one layer, as computed and in float32, while it is reduced
-    stays = 0 if training.state_offloads and gpu else part
+    offloads = training.state_offloads and gpu
+    stays, frozen = (0, 0) if offloads else (part, frozen)
     if not gpu:  # while the model loads, all of its weights are in memory in float32
         activations = max(activations, MASTER * shape.parameters)
-    return TrainMemory(item * gathered, gradients + 4 * stays, (MASTER + MOMENTS) * stays, activations)
+    weights = item * (gathered + frozen)
+    return TrainMemory(weights, gradients + 4 * stays, (MASTER + MOMENTS) * stays, activations)
 
 
 def _attention_numbers(shape: ModelShape) -> int:
@@ -146,9 +154,15 @@ def rank_needs(training: TrainWorkload, ranks: int, *, gpu: bool) -> tuple[Memor
     """List the memory of one rank by model: each trained model, and the reference model. On a GPU the reference model
     may be kept in host memory while it does not compute."""
     needs = [
-        MemoryNeed(name, *train_memory(shape, training, ranks, gpu=gpu).need) for name, shape in training.models.items()
+        MemoryNeed(
+            name,
+            *train_memory(
+                shape, training, ranks, gpu=gpu, lora_rank=training.lora_rank if name == "policy training" else 0
+            ).need,
+        )
+        for name, shape in training.models.items()
     ]
-    if training.reference:
+    if training.reference and not training.lora_rank:  # without its adapters the policy is the reference
         size = reference_bytes(training.models["policy training"], training, ranks)
         needs.append(
             MemoryNeed("reference", 0, size) if gpu and training.offloads else MemoryNeed("reference", size, 0)
@@ -160,15 +174,17 @@ def rank_host_bytes(training: TrainWorkload) -> int:
     """Return the host memory in bytes that a GPU rank needs while it loads: complete float32 weights of all trained
     models, and of the reference model if it is offloaded."""
     loading = sum(4 * shape.parameters for shape in training.models.values())
-    return loading + (
-        4 * training.models["policy training"].parameters if training.reference and training.offloads else 0
-    )
+    kept = training.reference and training.offloads and not training.lora_rank
+    return loading + (4 * training.models["policy training"].parameters if kept else 0)
 
 
 def checkpoint_bytes(training: TrainWorkload) -> int:
     """Return the host memory in bytes that rank 0 needs for the copy of a checkpoint that it writes in the background:
     twelve bytes per trained parameter."""
-    return sum((MASTER + MOMENTS) * shape.parameters for shape in training.models.values())
+    policy = training.models["policy training"]
+    saved = policy.adapter_parameters(training.lora_rank) if training.lora_rank else policy.parameters
+    others = sum(shape.parameters for name, shape in training.models.items() if name != "policy training")
+    return (MASTER + MOMENTS) * (saved + others)
 
 
 @dataclass(frozen=True, slots=True)

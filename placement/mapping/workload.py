@@ -93,6 +93,12 @@ class ModelShape:
         count += (2 * self.inner + self.width) * self.mlp_biases
         return count + 2 * self.head_dim * self.head_norms
 
+    def adapter_parameters(self, rank: int) -> int:
+        """Parameters of adapters of this rank beside every matrix of the layers."""
+        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        sides = 2 * (self.width + queries) + 2 * (self.width + keys) + 3 * (self.width + self.inner)
+        return self.layers * rank * sides
+
     @property
     def head_parameters(self) -> int:
         """Parameters of the output layer, including a matrix that is shared with the embedding."""
@@ -285,6 +291,8 @@ class TrainWorkload:
     mini_batches: int
     epochs: int
     forwards: float
+    lora_rank: int = 0
+    """Rank of the policy's adapters, which alone are trained; 0: the whole policy is."""
     fsdp: bool = False
     """FSDP2 in place of ZeRO: every stage splits weights, gradients and optimizer state."""
     state_offloads: bool = False
@@ -436,6 +444,7 @@ def _training(spec: JobSpec, shapes: JobShapes, lengths: MeanLengths, longest: i
         mini_batches=train.mini_batches,
         epochs=train.epochs,
         forwards=recomputed + (train.kl_coef > 0),
+        lora_rank=0 if train.lora is None else train.lora.rank,
         fsdp=train.backend == "fsdp2",
         state_offloads=train.offload_state,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -63,9 +63,11 @@ def world() -> Iterator[None]:
 REAL = ("zero1", "zero2", "zero3", "fsdp1", "fsdp3", "fsdp offloaded")
 
 
-def made(name: str, weights: dict[str, Tensor] | None = None) -> TrainBackend:
-    """The model as it is made, or with these weights, in a backend whose name ends with its stage."""
+def made(name: str, weights: dict[str, Tensor] | None = None, frozen: Sequence[str] = ()) -> TrainBackend:
+    """The model as it is made, or with these weights, in a backend whose name ends with its stage. `frozen`: parameters."""
     module = Bigram()
+    for parameter_name in frozen:
+        module.get_parameter(parameter_name).requires_grad_(False)
     if weights is not None:
         module.load_state_dict(weights, strict=False)
     if name == "fake":
@@ -264,6 +266,23 @@ def test_a_checkpoint_goes_on_in_another_backend_bit_for_bit(first: str, second:
     for one in (before, after):
         learn(one, 0.1, 4)
     assert all(near(everything(after, kind), everything(before, kind)) for kind in KINDS)
+
+
+@pytest.mark.usefixtures("world")
+@pytest.mark.parametrize("name", ["fake", *REAL])
+def test_a_frozen_parameter_is_not_trained_and_the_others_are_as_without_it(name: str) -> None:
+    backend = made(name, frozen=["first.weight"])
+    plain = plain_gradient()
+    del plain["first.weight"]
+    assert list(backend.shapes) == list(plain)
+    before = Bigram().first.weight
+    learn(backend, 0.1)
+    assert close(applied_gradient(backend), clipped(plain))
+    assert {one.name for one in backend.extents()} == set(plain)
+    for kind in KINDS:
+        assert list(everything(backend, kind)) == list(plain)
+    frozen = [one for one in backend.forward_tensors() if one.numel() == before.numel()]
+    assert any(torch.equal(one.flatten(), before.flatten()) for one in frozen), "its values are as they were"
 
 
 def test_one_rank_updates_every_part_of_every_parameter(backend: TrainBackend) -> None:

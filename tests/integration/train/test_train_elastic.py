@@ -12,7 +12,8 @@ from rank_worlds import run_worlds
 PROGRAM = Path(__file__).with_name("train_worlds_program.py")
 STEPS = 6
 SIZES = {"zero1": (2, 1, 3), "half": (2, 2, 2), "critic": (2, 1, 3), "fsdp2": (2, 1, 3), "changed": (2, 1, 3)}
-"""Of the worlds, by case: of ZeRO stage 1, 2 and 3, of FSDP2, and of ZeRO, FSDP2 and ZeRO again."""
+SIZES["adapters"] = (2, 1, 3)
+"""Of the worlds, by case: of ZeRO stage 1, 2 and 3, of FSDP2, and of ZeRO, FSDP2 and ZeRO again, whole and with adapters."""
 NUMBERS = ("loss", "grad_norm", "kl_mean", "value_loss", "critic_grad_norm", "learning_rate")
 
 pytestmark = [

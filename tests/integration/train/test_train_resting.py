@@ -65,5 +65,5 @@ def test_a_rank_that_rests_gives_its_memory_back(folder: Path, case: str) -> Non
         assert parts == ["optimizer"]
         assert awake > without_optimizer > resting
         freed += awake - resting
-    assert released > 100 * 2**20
+    assert released > (80 if case == "fsdp2-kept" else 100) * 2**20  # without a critic, and one float32 copy less
     assert freed > 0.9 * released

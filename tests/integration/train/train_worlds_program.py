@@ -123,6 +123,7 @@ CASES: dict[str, dict[str, Any]] = {
     "critic": PLAIN | GAE | {"zero_stage": 3},
     "fsdp2": PLAIN | GAE | split_of(FSDP2),
     "changed": PLAIN | {"zero_stage": 1},
+    "adapters": PLAIN | {"zero_stage": 3, "lora": {"rank": 4}},
 }
 
 
@@ -140,7 +141,7 @@ class Part:
 WORLDS = (Part(("a", "b"), 2, lost=("b",)), Part(("a",), 4), Part(("a", "b", "c"), STEPS))
 SAME = (Part(("a", "b"), 2, lost=("a",)), Part(("a", "b"), 4, lost=("b",)), Part(("a", "b"), STEPS))
 CHANGED = (WORLDS[0], replace(WORLDS[1], split=FSDP2), WORLDS[2])
-WORLDS_OF = dict.fromkeys(CASES, WORLDS) | {"half": SAME, "changed": CHANGED}
+WORLDS_OF = dict.fromkeys(CASES, WORLDS) | {"half": SAME, "changed": CHANGED, "adapters": CHANGED}
 """In half precision other sums are other numbers, so that one case has worlds of the same size, and exactly the same losses."""
 
 

@@ -64,6 +64,38 @@ def test_a_higher_stage_keeps_less_of_what_stays(size: int) -> None:
     assert stays[0] >= stays[1] >= stays[2]
 
 
+@given(stages, ranks, st.booleans(), st.integers(1, 64))
+def test_adapters_never_take_more_than_the_whole_model(stage: int, size: int, fsdp: bool, rank: int) -> None:
+    whole = training(stage=stage, fsdp=fsdp, reference=True)
+    adapters = replace(whole, lora_rank=rank)
+    assert total(adapters, size) <= total(whole, size)
+    assert checkpoint_bytes(adapters) <= checkpoint_bytes(whole)
+    assert rank_host_bytes(adapters) <= rank_host_bytes(whole)
+
+
+@given(ranks, st.booleans())
+def test_a_state_in_host_memory_leaves_only_gathered_weights(size: int, half: bool) -> None:
+    one = training(stage=3, fsdp=True, half=half)
+    kept, offloaded = (rank_needs(replace(one, state_offloads=offloads), size, gpu=True) for offloads in (False, True))
+    assert offloaded[0].stays < kept[0].stays
+    assert rank_needs(replace(one, state_offloads=True), size, gpu=False) == rank_needs(one, size, gpu=False)
+
+
+def test_the_adapters_are_counted_as_peft_makes_them() -> None:
+    from peft import LoraConfig, get_peft_model
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(
+        vocab_size=50, hidden_size=32, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8,
+    )  # fmt: skip
+    shape = workload.ModelShape(
+        layers=2, width=32, heads=4, kv_heads=2, head_dim=8, inner=96, vocabulary=50, context=10, outputs=50
+    )
+    model = get_peft_model(Qwen3ForCausalLM(config), LoraConfig(r=4, target_modules="all-linear"))
+    assert shape.adapter_parameters(4) == model.get_nb_trainable_parameters()[0]
+
+
 @given(st.integers(1, 1 << 16), st.integers(1, 1 << 16), ranks)
 def test_more_tokens_at_once_never_take_less(tokens: int, more: int, size: int) -> None:
     shape = SMALL
