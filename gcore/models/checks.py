@@ -14,11 +14,11 @@ import importlib.util
 import json
 import os
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from gcore.errors import DataError
+from gcore.errors import DataError, SpecError
 from gcore.models.hubs import INDEX, WHOLE, ModelError
 from gcore.models.layout import ADAPTER_CONFIG
 
@@ -166,6 +166,44 @@ def check_whole(folder: Path) -> None:
             )
     for name in files:
         _check_file(folder / name)
+
+
+def check_adapters(folder: Path, targets: Iterable[str], rank: int) -> None:
+    """Raise SpecError if a target of adapters matches no matrix of a local model, or the rank is above its width.
+
+    A target is a layer's name or the end of it; other targets, such as all-linear, must not be passed. The rank checks
+    again when it has loaded the model, because files do not say which matrices are linear layers.
+    """
+    shapes = {name: shape for path in _weight_paths(folder) for name, shape in _matrices(path)}
+    for target in targets:
+        chosen = {name: one for name, one in shapes.items() if name == target or name.endswith(f".{target}")}
+        if not chosen:
+            known = ", ".join(sorted({name.rpartition(".")[2] for name in shapes}))
+            raise SpecError(
+                f"no layer of the model is called {target!r}", where="train.lora.targets", fix=f"Name some of {known}"
+            )
+        name, shape = min(chosen.items(), key=lambda item: min(item[1]))
+        if rank > min(shape):
+            raise SpecError(
+                f"rank {rank} is above the width of layer {name} ({min(shape)})",
+                where="train.lora.rank",
+                fix="Lower it",
+            )
+
+
+def _weight_paths(folder: Path) -> list[Path]:
+    names = _files_of_index(folder / INDEX) if (folder / INDEX).is_file() else [WHOLE]
+    return [folder / name for name in names]
+
+
+def _matrices(path: Path) -> Iterator[tuple[str, tuple[int, int]]]:
+    """Yield the layers with a matrix in a complete safetensors file: name and shape."""
+    with path.open("rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        header: dict[str, Any] = json.loads(file.read(length))
+    for name, one in header.items():
+        if name.endswith(".weight") and len(one["shape"]) == 2:
+            yield name.removesuffix(".weight"), tuple(one["shape"])
 
 
 def _files_of_index(index: Path) -> list[str]:

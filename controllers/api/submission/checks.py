@@ -23,6 +23,7 @@ from gcore.config.load import find_flow
 from gcore.config.reward import Fallback, JudgeSpec
 from gcore.config.rollout import EnvironmentSpec
 from gcore.config.spec import JobSpec
+from gcore.config.train import ALL_LINEAR
 from gcore.config.validation import SAYS_NOTHING
 from gcore.data.renderer import PromptRenderer
 from gcore.data.stream import JobPrompts, LengthReport, PromptSource, check_lengths, open_prompts, spread_entries
@@ -33,7 +34,7 @@ from gcore.flows.filters import find_filters, try_filters
 from gcore.ledger.records.cluster import ModelConfigs, attention_equals_at
 from gcore.ledger.records.job import NodeRecord
 from gcore.ledger.selection import MOST_BYTES, cursor_bytes, offer_bytes, seal_bytes
-from gcore.models.checks import check_classifier, check_critic, check_whole, read_config
+from gcore.models.checks import check_adapters, check_classifier, check_critic, check_whole, read_config
 from gcore.models.hubs import hub_model
 from gcore.models.resolve import ResolvedModel, resolve_model
 from gcore.observability.tracking import check_trackers
@@ -82,15 +83,17 @@ def check_engine(spec: JobSpec, nodes: Sequence[NodeRecord]) -> None:
 
 
 def check_backend(spec: JobSpec, nodes: Sequence[NodeRecord]) -> None:
-    """Check that the train backend is installed here; emulated slots need none. Raises SpecError."""
-    if spec.train.backend != "deepspeed" or importlib.util.find_spec("deepspeed") is not None:
+    """Check that what trains the model is installed here; emulated slots need nothing. Raises SpecError."""
+    if nodes and all(is_emulated(slot) for node in nodes for slot in node.slots):
         return
-    if not nodes or not all(is_emulated(slot) for node in nodes for slot in node.slots):
+    if spec.train.backend == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
         raise SpecError(
             "DeepSpeed is not installed here",
             where="train.backend",
             fix="Install gcore[train] on every node, or set train.backend: fsdp2",
         )
+    if spec.train.lora is not None and importlib.util.find_spec("peft") is None:
+        raise SpecError("PEFT is not installed here", where="train.lora", fix="Install gcore[lora] on every node")
 
 
 def wants_sglang(spec: JobSpec) -> tuple[str, ...]:
@@ -353,6 +356,9 @@ def _check_source(
     model = resolve_model(spec.model.path, trust_remote_code=spec.model.trust_remote_code, weights=False)
     if hub_model(spec.model.path) is None and model.folder.is_dir():
         check_whole(model.folder)
+        if spec.train.lora is not None:
+            named = [target for target in spec.train.lora.targets if target != ALL_LINEAR]
+            check_adapters(model.folder, named, spec.train.lora.rank)
     if spec.train.critic is not None and spec.train.critic.path is not None:
         check_critic(spec.train.critic.path, trust_remote_code=spec.model.trust_remote_code)
     reading: CheckProgress | None = None

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from gcore.config.train import LoraSpec
-from gcore.errors import DataError
+from gcore.errors import DataError, SpecError
 from gcore.models.adapters import (
     AdapterConfig,
     describe_base,
@@ -22,7 +22,7 @@ from gcore.models.adapters import (
     stored_name,
     stored_shapes,
 )
-from gcore.models.checks import check_whole
+from gcore.models.checks import check_adapters, check_whole
 from gcore.models.dtypes import CODES
 from gcore.models.hubs import ModelError
 from gcore.models.layout import (
@@ -232,3 +232,18 @@ def test_an_adapter_is_merged_with_its_own_base_model_only(model: Path, tmp_path
     assert not (tmp_path / "to").exists()
     with pytest.raises(ModelError, match=r"the folder has an adapter and not the whole model"):
         check_whole(folder)
+
+
+@pytest.mark.parametrize(
+    ("targets", "rank", "said"),
+    [
+        (("query",), 8, r"no layer of the model is called 'query'. Name some of .*q_proj"),
+        (("q_proj", "k_proj"), 17, r"rank 17 is above the width of layer model.layers.0.self_attn.k_proj \(16\)"),
+    ],
+)
+def test_a_submission_is_refused_by_the_files_of_the_model(
+    model: Path, targets: tuple[str, ...], rank: int, said: str
+) -> None:
+    with pytest.raises(SpecError, match=said):
+        check_adapters(model, targets, rank)
+    check_adapters(model, ("q_proj", "layers.1.mlp.up_proj"), 8)
