@@ -13,6 +13,7 @@ import functools
 import importlib.util
 import json
 import os
+import re
 import struct
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -171,12 +172,13 @@ def check_whole(folder: Path) -> None:
 def check_adapters(folder: Path, targets: Iterable[str], rank: int) -> None:
     """Raise SpecError if a target of adapters matches no matrix of a local model, or the rank is above its width.
 
-    A target is a layer's name or the end of it; other targets, such as all-linear, must not be passed. The rank checks
-    again when it has loaded the model, because files do not say which matrices are linear layers.
+    A target is a layer's name or the end of it; "" stands for all matrices of numbered layers. The rank checks again
+    when it has loaded the model, because files do not say which matrices are linear layers.
     """
     shapes = {name: shape for path in _weight_paths(folder) for name, shape in _matrices(path)}
     for target in targets:
-        chosen = {name: one for name, one in shapes.items() if name == target or name.endswith(f".{target}")}
+        own = re.compile(rf"(.*\.)?{re.escape(target)}" if target else r".*\.\d+\..*")
+        chosen = {name: one for name, one in shapes.items() if own.fullmatch(name)}
         if not chosen:
             known = ", ".join(sorted({name.rpartition(".")[2] for name in shapes}))
             raise SpecError(

@@ -357,7 +357,7 @@ def _check_source(
     if hub_model(spec.model.path) is None and model.folder.is_dir():
         check_whole(model.folder)
         if spec.train.lora is not None:
-            named = [target for target in spec.train.lora.targets if target != ALL_LINEAR]
+            named = ["" if target == ALL_LINEAR else target for target in spec.train.lora.targets]
             check_adapters(model.folder, named, spec.train.lora.rank)
     if spec.train.critic is not None and spec.train.critic.path is not None:
         check_critic(spec.train.critic.path, trust_remote_code=spec.model.trust_remote_code)

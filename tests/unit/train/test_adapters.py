@@ -239,6 +239,7 @@ def test_an_adapter_is_merged_with_its_own_base_model_only(model: Path, tmp_path
     [
         (("query",), 8, r"no layer of the model is called 'query'. Name some of .*q_proj"),
         (("q_proj", "k_proj"), 17, r"rank 17 is above the width of layer model.layers.0.self_attn.k_proj \(16\)"),
+        (("",), 17, r"rank 17 is above the width of layer model.layers.0.self_attn.k_proj"),
     ],
 )
 def test_a_submission_is_refused_by_the_files_of_the_model(
@@ -246,4 +247,4 @@ def test_a_submission_is_refused_by_the_files_of_the_model(
 ) -> None:
     with pytest.raises(SpecError, match=said):
         check_adapters(model, targets, rank)
-    check_adapters(model, ("q_proj", "layers.1.mlp.up_proj"), 8)
+    check_adapters(model, ("q_proj", "layers.1.mlp.up_proj", ""), 8)
