@@ -241,12 +241,16 @@ def replace_plugin_files(tree: Any, change: Callable[[PluginFile, str], str], wh
     new: dict[Any, Any] = {}
     for key, value in tree.items():
         path = f"{where}.{key}".lstrip(".")
-        if key == "options":
+        if key in ("options", "template_variables"):  # their names are the plug-in's or the template's own
             new[key] = value
         elif key == "file" and isinstance(value, str) and parse_plugin_file(value) is not None:
             if "name" in tree:
                 raise SpecError("a plug-in has a file or a name, not both", where=where, fix="Remove one of them")
             new["name"] = _replaced(value, change, path, "name")
+        elif key == "file" and isinstance(value, str):
+            raise SpecError(
+                f"{value[:100]!r} names no function in a Python file", where=path, fix="Write FILE.py:FUNCTION"
+            )
         elif key == "names" and isinstance(value, list | tuple):
             new[key] = [_replaced(one, change, f"{path}.{number}", "name") for number, one in enumerate(value)]
         else:

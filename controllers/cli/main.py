@@ -35,6 +35,9 @@ from gcore.system.process import accept_signals
 
 __all__ = ["app", "main"]
 
+LOCAL_EXTRAS = "train,engine,local,math"
+"""What a machine that trains needs beside gcore itself."""
+
 app.add_typer(access.certs_app, name="certs", rich_help_panel=ACCESS)
 app.add_typer(access.token_app, name="token", rich_help_panel=ACCESS)
 app.add_typer(access.context_app, name="context", rich_help_panel=ACCESS)
@@ -91,6 +94,22 @@ def main() -> None:
         sentence = " ".join(str(error).split())
         say(f"gcore: {sentence}{prepare_hint(sentence)}", err=True, indent="  ")
         sys.exit(error.exit_code)
+    except ModuleNotFoundError as error:
+        extras = extras_with(error.name or "")
+        if not extras:
+            raise
+        say(f"gcore: package {error.name} is not installed. Run pip install 'gcore[{extras}]'", err=True)
+        sys.exit(1)
+
+
+def extras_with(package: str) -> str:
+    """The extras of gcore that bring an optional package, separated by commas; empty for other packages."""
+    from importlib.metadata import requires
+
+    from packaging.requirements import Requirement
+
+    optional = (one for one in map(Requirement, requires("gcore") or ()) if one.marker is not None)
+    return LOCAL_EXTRAS if package in {one.name.replace("-", "_") for one in optional} else ""
 
 
 if __name__ == "__main__":

@@ -147,7 +147,10 @@ def find_local_cluster(home: Path) -> ClusterAddress:
     local = LocalClusterState.load(home)
     if local is None:
         kept = (
-            " (a cluster that `gcore run` started stops with it; its jobs are kept)" if (home / "runs").is_dir() else ""
+            " (a cluster that `gcore run` started stops with it; its jobs are kept, and `gcore samples`, `checkpoints`, "
+            "`export` and `audit` read them without a cluster)"
+            if (home / "runs").is_dir()
+            else ""
         )
         raise Unreachable(
             "no local cluster is running",

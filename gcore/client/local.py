@@ -202,6 +202,13 @@ class ScoredResponse:
     source: str
 
 
+class StepRows(list[dict[str, float]]):
+    """The numbers of each step. It prints as the number of steps and some names, because a step has some forty numbers."""
+
+    def __repr__(self) -> str:
+        return f"<{len(self)} steps: {', '.join(list(self[-1])[:6])}, ...>" if self else "[]"
+
+
 class LocalRun:
     """A job of a local cluster, and the files in its run folder. Files can be read while the job runs, and later also
     without the cluster."""
@@ -242,7 +249,7 @@ class LocalRun:
         Columns and units: docs/use/reading-a-run.md; seconds end in `_s`. Empty before the first step. Raises
         UsageError if the file cannot be read.
         """
-        rows = [{"step": step, **values} for step, values in sorted(self._steps().items())]
+        rows = StepRows({"step": step, **values} for step, values in sorted(self._steps().items()))
         try:
             import pandas
         except ImportError:
@@ -509,7 +516,8 @@ def _command(home: Path, *words: str) -> None:
     `words`: command and arguments. Raises UsageError or GcoreError with the command's error message.
     """
     command = [sys.executable, "-P", "-c", PROGRAM, *words, "--home", str(home)]
-    env = {**os.environ, "NO_COLOR": "1"}
+    forced = ("FORCE_COLOR", "CLICOLOR", "CLICOLOR_FORCE")  # a notebook sets them, and the message is read here
+    env = {name: value for name, value in os.environ.items() if name not in forced} | {"NO_COLOR": "1"}
     process = subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=env,
         start_new_session=True,

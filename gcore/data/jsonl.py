@@ -183,7 +183,7 @@ class EntryReader:
                 raise DataError(
                     f"field {field!r} is null" if field in entry else missing,
                     where=where,
-                    fix="Name the field with the expected answer in reward.answer, or in the source's reward",
+                    fix="Name the field with the expected answer in reward.answer or in the source's reward, or name a reward that needs none",
                 )
 
     def _check_text(self, entry: dict[str, Any], where: str) -> None:

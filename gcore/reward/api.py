@@ -266,7 +266,7 @@ class CheckedReward:
             result = RewardResult(float(result))
         if not isinstance(result, RewardResult):
             raise RewardError(
-                f"reward {self._name!r} returned a {type(result).__name__}, not a RewardResult",
+                f"reward {self._name!r} returned a {type(result).__name__}, not a number or a RewardResult",
                 fix="Correct the reward",
             )
         value = self._number("value", result.value)

@@ -209,9 +209,10 @@ class Submitter:
             return uid
         if changes := changed_keys(mirror.job.record, spec):
             changed = ", ".join(changes)
+            first = "Let it finish before you raise its goal. Or use" if raised_goal(mirror.job.record, spec) else "Use"
             raise Conflict(
                 f"job {spec.name!r} is not finished and its spec differs ({changed})",
-                fix="Use --new to end the old job and start a new one, or give the spec another name",
+                fix=f"{first} --new to end the old job and start a new one, or give the spec another name",
             )
         data = await asyncio.to_thread(identify_data, spec, self._cache_dir)
         check_unchanged(mirror.job.record, data)

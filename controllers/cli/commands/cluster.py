@@ -416,7 +416,7 @@ def down(home: Home = DEFAULT_HOME) -> None:
     ended = local.stop_cluster(home, clock=SystemClock())
     killed = f" ({ended.killed} of them killed)" if ended.killed else ""
     say(
-        f"Stopped {ended.ended} processes{killed}."
+        f"Stopped {ended.ended} processes{killed}. Unfinished jobs continue when the cluster starts again."
         if ended.ended
         else f"No cluster was running in {local.real_path(home)}."
     )

@@ -597,7 +597,9 @@ def demo(
     The same command continues an interrupted demo, and trains further with more steps.
     """
     from gcore.quickstart.__main__ import EXAMPLES
+    from gcore.store.etcd import find_etcd
 
+    find_etcd()  # before the model is made
     folder = home / "demo"
     say(f"Preparing the example in {folder} ...")
     EXAMPLES["arithmetic"](folder, 0)

@@ -75,7 +75,7 @@ SGLANG_TESTED = "0.5.23"
 
 FOR_WHAT = {
     "numba": "it makes gcore simulate a hundred times as fast",
-    "matplotlib": "only the plots of make bench-placement need it",
+    "matplotlib": "only `run.plot()` in Python and the plots of make bench-placement need it",
 }
 """The uses of optional packages, by package name. No node of a cluster needs these packages."""
 
@@ -152,8 +152,7 @@ def check_backends(probe: Mapping[str, Any]) -> Iterator[Check]:
         yield Check("DeepSpeed", OK, f"{version}; an update on gloo succeeded")
         return
     fix = (
-        "Install gcore[train] with DS_ACCELERATOR=cpu pip install --no-build-isolation deepspeed, or set train.backend: "
-        "fsdp2 in each spec"
+        "Run `DS_ACCELERATOR=cpu pip install --no-build-isolation deepspeed`, or set train.backend: fsdp2 in each spec"
     )
     yield Check("DeepSpeed", WARN, f"cannot be imported: {error}" if error else "cannot be imported", fix)
 

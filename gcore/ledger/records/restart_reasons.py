@@ -31,8 +31,8 @@ _TAKEN = re.compile(r"(\d+ slots?) goe?s? to (.+)")
 _LOST_SLOTS = re.compile(r"\d+ slots? (?:is|are) on a .+|it may use at most \d+ slots?")
 
 _WORDS = (
-    (re.compile(re.escape(HAS_AGAIN)), "slots are available again"),
-    (re.compile(re.escape(PAUSED)), "paused on request"),
+    (re.compile(re.escape(HAS_AGAIN)), "resumed, or its slots are available again"),
+    (re.compile(re.escape(PAUSED)), "paused by `gcore pause`, or because `gcore run` was interrupted"),
     (re.compile(rf"{re.escape(CONTINUED)}: (\d+) (\w+) in place of (\d+)"), r"the goal was raised from \3 to \1 \2"),
     (re.compile(rf"{PLACED}: "), "the placement policy changed the train world: "),
     (

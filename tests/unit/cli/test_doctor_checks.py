@@ -185,7 +185,10 @@ def test_a_home_that_cannot_be_looked_at_is_a_verdict_and_no_error(
 
 def test_packages_for_the_simulator_are_not_required_on_nodes() -> None:
     (check,) = judge.check_packages([PackageFacts("matplotlib", None, needed_for="simulate")])
-    assert check.seen == "not installed; only the plots of make bench-placement need it (simulate)"
+    assert (
+        check.seen
+        == "not installed; only `run.plot()` in Python and the plots of make bench-placement need it (simulate)"
+    )
     (check,) = judge.check_packages([PackageFacts("numba", None, needed_for="simulate")])
     assert check.seen == "not installed; it makes gcore simulate a hundred times as fast (simulate)"
     (check,) = judge.check_packages([PackageFacts("torch", None, needed_for="train")])

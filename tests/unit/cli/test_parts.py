@@ -182,7 +182,7 @@ def test_without_a_cluster_nobody_can_be_asked(tmp_path):
 def test_missing_cluster_error_explains_that_a_runs_cluster_ends_with_it(tmp_path):
     (tmp_path / "runs").mkdir()
     with pytest.raises(
-        Unreachable, match=r"`gcore up` \(a cluster that `gcore run` started stops with it; its jobs are kept\)"
+        Unreachable, match=r"`gcore up` \(a cluster that `gcore run` started stops with it; its jobs are kept, and .*\)"
     ):
         find_cluster(None, tmp_path)
 
@@ -477,3 +477,26 @@ def test_the_mean_reward_stands_beside_the_accuracy_where_rewards_are_graded():
     assert shown["mean reward"] == "0.000 before, 0.367 after, held out"
     best = summaries.summary_rows(dataclasses.replace(summary, best=BestPoint(10, "reward", 0.367, "/c")))
     assert best["best"] == "step 10, reward 0.367: /c"
+
+
+def test_a_missing_optional_package_is_one_sentence_with_the_extras(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from controllers.cli import main
+
+    def lacks(name: str) -> None:
+        def fails() -> None:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+        monkeypatch.setattr(main, "app", fails)
+
+    lacks("safetensors")
+    with pytest.raises(SystemExit):
+        main.main()
+    said = capsys.readouterr().err
+    assert "package safetensors is not installed. Run pip install 'gcore[train,engine,local,math]'" in " ".join(
+        said.split()
+    )
+    lacks("gcore.nothing")
+    with pytest.raises(ModuleNotFoundError):
+        main.main()

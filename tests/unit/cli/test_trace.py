@@ -8,13 +8,14 @@ from dataclasses import replace
 from io import StringIO
 from itertools import pairwise
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from controllers.accounting.states import CAUSES
+from controllers.accounting.states import IdleCause
 from controllers.cli.commands import placement as top_verb
 from controllers.cli.commands import placement as trace_verb
 from controllers.cli.commands.placement import collect_moves
@@ -169,7 +170,7 @@ def test_before_anything_is_booked_top_says_so() -> None:
 
 
 def test_every_cause_is_told_in_words() -> None:
-    assert set(CAUSES) == HOLDS.keys()
+    assert set(get_args(IdleCause)) == HOLDS.keys()
 
 
 class Cluster:

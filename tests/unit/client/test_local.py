@@ -190,6 +190,7 @@ def test_metrics_are_rows_without_pandas_and_discarded_steps_are_left_out(
     write_lines(under_way.folder, *LINES)
     monkeypatch.setitem(sys.modules, "pandas", None)
     assert under_way.metrics() == [{"step": 1, "reward": 0.25}, {"step": 2, "reward": 0.75}]
+    assert repr(under_way.metrics()) == "<2 steps: step, reward, ...>"
     assert under_way.evaluations() == [{"step": 2, "accuracy": 0.5}]
     assert "50.0% at step 2" in under_way._repr_html_()
 

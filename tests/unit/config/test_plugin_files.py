@@ -80,6 +80,8 @@ def test_options_are_not_references() -> None:
 
 
 def test_a_file_and_a_name_for_one_plugin_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match=r"reward.file: 'reward.py' names no function.*Write FILE.py:FUNCTION"):
+        replace_plugin_files({"reward": {"file": "reward.py"}}, lambda file, _: str(file))
     with pytest.raises(SpecError, match="a file or a name, not both"):
         new_spec(spec(reward={"name": "exact", "file": "reward.py:score"}), base=tmp_path)
 
@@ -149,3 +151,8 @@ def test_only_references_are_replaced() -> None:
     tree = {"reward": {"name": "a.py:f"}, "data": {"sources": [{"name": "b", "reward": {"name": "exact"}}]}, "x": 3}
     changed = replace_plugin_files(tree, lambda file, where: f"{where}={file.name}")
     assert changed == {**tree, "reward": {"name": "reward.name=f"}}
+
+
+def test_settings_of_plug_ins_and_templates_are_left_as_they_are() -> None:
+    tree = {"data": {"template_variables": {"file": "a.py:b", "name": "c.py:d"}}, "reward": {"options": {"file": "x"}}}
+    assert replace_plugin_files(tree, lambda file, _: "changed") == tree

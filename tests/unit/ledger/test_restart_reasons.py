@@ -25,9 +25,9 @@ CAUSES = {
     ),
     "its slots are given back: its share is smaller now": "its share of the slots became smaller",
     "its slots are given back: its share is smaller now; it may use at most 2 slots": "it may use at most 2 slots",
-    "its slots are given back: the job is paused": "paused on request",
+    "its slots are given back: the job is paused": "paused by `gcore pause`, or because `gcore run` was interrupted",
     "its slots are given back: cancelled on request": "cancelled on request",
-    "it has slots again": "slots are available again",
+    "it has slots again": "resumed, or its slots are available again",
     "rank 1 on gpu-7 is gone: gpu-7 is lost": "node gpu-7 was lost with train rank 1",
     "rank 1 on gpu-7 is gone": "the worker of train rank 1 on node gpu-7 disappeared without a report",
     "gpu-7, which should run rank 1, is gone": "node gpu-7 was lost before it started train rank 1",
@@ -57,10 +57,10 @@ def test_each_stored_reason_names_its_cause(reason: str, words: str) -> None:
 @pytest.mark.parametrize(
     ("step", "reason", "lost", "sentence"),
     [
-        (44, "it has slots again", 0, "restarted from checkpoint 44 (attempt 3): slots are available again; no step is lost"),
+        (44, "it has slots again", 0, "restarted from checkpoint 44 (attempt 3): resumed, or its slots are available again; no step is lost"),
         (0, "rank 1 on n is gone", 1, "restarted from the initial model (attempt 3): the worker of train rank 1 on node n disappeared without a report; 1 step is lost"),
         (8, "rank 1 on n is gone", None, "restarted from checkpoint 8 (attempt 3): the worker of train rank 1 on node n disappeared without a report"),
-        (8, "its slots are given back: the job is paused", 2, "stopped at checkpoint 8 (attempt 3): paused on request; 2 steps are lost"),
+        (8, "its slots are given back: the job is paused", 2, "stopped at checkpoint 8 (attempt 3): paused by `gcore pause`, or because `gcore run` was interrupted; 2 steps are lost"),
         (8, "continued after its end: 9 steps in place of 8", 0, "continued from checkpoint 8 (attempt 3): the goal was raised from 8 to 9 steps"),
     ],
 )  # fmt: skip

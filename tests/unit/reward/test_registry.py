@@ -167,7 +167,7 @@ def test_a_reward_takes_as_many_arguments_as_it_wants(reward: Any, value: float)
 
 @pytest.mark.parametrize("bad", ["1.0", None, (1.0, ())], ids=repr)
 def test_a_result_of_another_type_is_an_error(bad: Any) -> None:
-    with pytest.raises(RewardError, match="not a RewardResult"):
+    with pytest.raises(RewardError, match="not a number or a RewardResult"):
         gives(bad)("", {}, SPEC)
 
 

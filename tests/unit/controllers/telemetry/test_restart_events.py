@@ -60,7 +60,7 @@ VIEWS = {
         share=replace(SHARE, shares=Shares(jobs={"u": SHARE.share.model_copy(update={"granted": {"node-0": ("cpu:0",)}})})),
         surplus_reasons=("1 slot is on a draining node: node-1",),
     ),
-    "paused on request": replace(VIEW, share=SHARE, claim=Claim(paused=True)),
+    "paused by `gcore pause`, or because `gcore run` was interrupted": replace(VIEW, share=SHARE, claim=Claim(paused=True)),
     "cancelled on request": replace(VIEW, share=SHARE, claim=Claim(ends="cancelled on request")),
 }  # fmt: skip
 
