@@ -20,7 +20,7 @@ from typing import Any
 import typer
 
 from controllers.cli.main import app
-from gcore.config.schema import job_schema
+from gcore.config.spec import job_schema
 from tools.problem import ROOT, Problem
 
 PUBLIC_MODULES = (
@@ -62,7 +62,7 @@ def spec_page() -> str:
     """One table per section of a job spec."""
     schema = job_schema()
     definitions: dict[str, Any] = schema["$defs"]
-    text = f"{HEADER}# Job spec\n\nEvery field of a job spec. `gcore validate` checks a file. `gcore schema > job.schema.json` writes the same as a JSON schema, with which editors check and complete a spec: in VS Code with the YAML extension, if its first line is `# yaml-language-server: $schema=job.schema.json`.\n"
+    text = f"{HEADER}# Job spec\n\nEvery field of a job spec. `gcore validate` checks a file. `gcore schema` prints the same as a JSON schema, with which editors check and complete a spec: save it as job.schema.json and begin the spec with `# yaml-language-server: $schema=job.schema.json` (VS Code with the YAML extension).\n"
     text += f"\n## Top level\n\n{_field_table(schema, definitions)}"
     for path, name in _sections(schema, definitions):
         section = definitions[name]

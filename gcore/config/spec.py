@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import Field, PositiveInt, ValidationInfo, model_validator
 
@@ -27,9 +27,9 @@ from gcore.config.data import (
     SourcesSection,
 )
 from gcore.config.placement import PlacementSpec, SchedulingSpec
-from gcore.config.reward import MOST_JUDGES, JudgeSpec, RewardSpec, ScoringSpec
+from gcore.config.reward import MOST_JUDGES, JudgeSpec, RewardPart, RewardSpec, ScoringSpec
 from gcore.config.rollout import AgentSpec, EnvironmentSpec, RolloutSpec
-from gcore.config.train import FlowSpec, TrainSpec, is_stored
+from gcore.config.train import FilterSpec, FlowSpec, TrainSpec, is_stored
 from gcore.config.validation import (
     check_agent,
     check_best,
@@ -52,6 +52,7 @@ from gcore.config.validation import (
     check_warmup,
     reward_names,
 )
+from gcore.plugins import REFERENCE_PATTERN
 from gcore.store.keys import DEFAULT_NAMESPACE
 
 
@@ -345,3 +346,53 @@ _RULES_OF_NEW_JOBS: tuple[Callable[[JobSpec], Iterator[str]], ...] = (lambda s: 
 def outdated_settings(spec: JobSpec) -> str:
     """Return why gcore would reject a new job with the spec of this stored job, which it lets continue; empty if it would not."""
     return next((why for rule in _RULES_OF_NEW_JOBS for why in rule(spec)), "")
+
+
+_WITH_PLUGIN = (RewardSpec, RewardPart, FlowSpec, FilterSpec, EnvironmentSpec, AgentSpec)
+"""Sections in which `name` names a plug-in."""
+
+_FILE = {
+    "description": "A function in a Python file, as FILE.py:FUNCTION, in place of `name`. Only on a local cluster",
+    "pattern": f"^{REFERENCE_PATTERN}$",
+    "title": "File",
+    "type": "string",
+}
+
+
+def job_schema() -> dict[str, Any]:
+    """Return the JSON schema (draft 2020-12) of a job spec's file, with which editors check and complete a spec.
+
+    It is the schema of `JobSpec` with the short forms of files: a list of rewards in place of a section, and `file` in place of
+    `name` for a plug-in in a Python file.
+    """
+    schema = JobSpec.model_json_schema()
+    for section in _WITH_PLUGIN:
+        _allow_file(schema["$defs"][section.__name__])
+    _allow_list(schema)
+    return schema
+
+
+def _allow_file(section: dict[str, Any]) -> None:
+    properties = section["properties"]
+    section["properties"] = {"name": properties.pop("name"), "file": _FILE, **properties}
+    required = section.pop("required", [])
+    if "name" in required:
+        section["oneOf"] = [{"required": ["name"]}, {"required": ["file"]}]
+    else:
+        section["not"] = {"required": ["name", "file"]}
+    if others := [name for name in required if name != "name"]:
+        section["required"] = others
+
+
+def _allow_list(schema: Any) -> None:
+    """Change each reference to the section of rewards, in place."""
+    if isinstance(schema, list):
+        for part in schema:
+            _allow_list(part)
+    if not isinstance(schema, dict):
+        return
+    for part in schema.values():
+        _allow_list(part)
+    if schema.get("$ref") == "#/$defs/RewardSpec":
+        parts = {"type": "array", "minItems": 1, "items": {"$ref": "#/$defs/RewardPart"}}
+        schema["anyOf"] = [{"$ref": schema.pop("$ref")}, parts]

@@ -18,9 +18,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from gcore.errors import DataError
-from gcore.models.dtypes import CODES, FLOATS, model_dtype
+from gcore.models.dtypes import CODES, FLOATS
 from gcore.models.hubs import INDEX, WHOLE
-from gcore.models.layout import ADAPTER_CONFIG, ADAPTER_FILE, BASE_FILE, TensorsFile, TensorShape, file_entry
+from gcore.models.layout import ADAPTER_CONFIG, ADAPTER_FILE, TensorShape, file_entry
 from gcore.models.publisher import NamedTensor
 
 _PREFIX = "base_model.model."
@@ -125,22 +125,6 @@ def describe_base(folder: Path) -> bytes:
     return json.dumps({path.name: file_entry(path).sha256 for path in _weight_files(folder)}, indent=2).encode()
 
 
-def write_merged(checkpoint: Path, base: Path | None, path: Path) -> None:
-    """Write the base model with the checkpoint's adapters added as one safetensors file.
-
-    `base`: folder of the base model; None: the one that the checkpoint names. Raises DataError if it is missing or is
-    not the model on which the adapters were trained, and OSError.
-    """
-    config = AdapterConfig.read(checkpoint)
-    folder = Path(config.base) if base is None else base
-    _check_base(folder, checkpoint)
-    dtype, shapes = model_dtype(checkpoint), stored_shapes(folder)
-    scale = config.alpha / config.rank
-    with TensorsFile(path, served_shapes(shapes, dtype), hashed=False) as file:
-        for one in merged_tensors(folder, read_adapters(checkpoint), scale, dtype):
-            file.write(one.name, tensor_bytes(one.tensor))
-
-
 def served_shapes(stored: Mapping[str, TensorShape], dtype: torch.dtype) -> dict[str, TensorShape]:
     """The tensors of a model's files as engines get them: floating-point ones in `dtype`, the others as they are."""
     return {
@@ -152,19 +136,6 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
     """The bytes of a tensor in host memory, in order."""
     flat = tensor.detach().contiguous().cpu().reshape(-1)
     return flat.view(torch.uint8).numpy().data
-
-
-def _check_base(folder: Path, checkpoint: Path) -> None:
-    fix = "Name the base model with --base, or export the adapter alone with --adapter"
-    if not (folder / "config.json").is_file():
-        raise DataError("the adapter's base model is not here", where=str(folder), fix=fix)
-    try:
-        expected = json.loads((checkpoint / BASE_FILE).read_bytes())
-        for name, digest in expected.items():
-            if file_entry(folder / name).sha256 != digest:
-                raise DataError("the file is not that of the adapter's base model", where=str(folder / name), fix=fix)
-    except (OSError, ValueError, AttributeError) as error:
-        raise DataError(f"cannot compare the adapter's base model ({error})", where=str(folder), fix=fix) from error
 
 
 def read_adapters(folder: Path) -> dict[str, Tensor]:

@@ -27,9 +27,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
 
-from gcore.errors import DataError, GcoreError, UsageError, explain_os_errors
+from gcore.errors import DataError, GcoreError, explain_os_errors
 from gcore.schema import Record, RecordPart, UnreadableRecord
-from gcore.system.files import replace_folder, sweep_drafts
+from gcore.system.files import sweep_drafts
 from gcore.types import CHECKPOINTS, Version, checkpoint_file
 
 FIRST_WEIGHTS = Version(0, 0)
@@ -267,49 +267,6 @@ def manifest_digest(folder: Path) -> str:
     path = folder / MANIFEST_FILE
     with explain_os_errors("cannot read the manifest", CheckpointDamaged, where=path):
         return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-def copy_model(
-    checkpoint: Path, to: Path, digest: str = "", *, adapter: bool = False, base: Path | None = None
-) -> None:
-    """Copy the model out of a checkpoint atomically, without the optimizer state and files that the manifest does not
-    list.
-
-    Verifies every byte first. A checkpoint of adapters is merged with its base model, or with `adapter` copied as it is.
-    `digest`: of the manifest that the job registered; empty if unknown. `base`: folder of the base model; None: where
-    the checkpoint says that it is. Raises UsageError if `to` exists and is not an empty folder, or if `adapter` or
-    `base` is given for a checkpoint without adapters; CheckpointDamaged; DataError if the checkpoint has no weights, or
-    the base model is missing or another one.
-    """
-    if to.exists() and not (to.is_dir() and not any(to.iterdir())):
-        raise UsageError("the target exists and is not an empty folder", where=str(to), fix="Name a new folder")
-    if (checkpoint / EMULATED_FILE).exists():
-        raise DataError("the checkpoint has no weights, because emulated train ranks wrote it", where=str(checkpoint))
-    proven = verify_checkpoint(checkpoint).files
-    if digest and manifest_digest(checkpoint) != digest:
-        raise CheckpointDamaged(
-            "the folder's content differs from the registered checkpoint", where=str(checkpoint / MANIFEST_FILE)
-        )
-    merges = ADAPTER_CONFIG in proven and not adapter
-    if ADAPTER_CONFIG not in proven and (adapter or base is not None):
-        raise UsageError(
-            "the checkpoint has a whole model and no adapter",
-            where=str(checkpoint),
-            fix="Leave --adapter and --base out",
-        )
-    weights = sorted(path.name for path in checkpoint.glob("*.safetensors*") if path.name not in TRAINING_FILES)
-    names = [name for name in (*companion_files(checkpoint), *weights) if name in proven]
-    if merges:
-        names = [name for name in names if name not in (ADAPTER_FILE, ADAPTER_CONFIG, BASE_FILE)]
-    to.parent.mkdir(parents=True, exist_ok=True)
-    with replace_folder(to, owner="copy", durable=True) as temporary:
-        for name in names:
-            (temporary / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(checkpoint / name, temporary / name)
-        if merges:
-            from gcore.models.adapters import write_merged
-
-            write_merged(checkpoint, base, temporary / MODEL_FILE)
 
 
 FIRST = Version(0, 0)

@@ -22,7 +22,7 @@ from gcore.config.train import CriticSpec, TrainSpec
 from gcore.errors import DataError
 from gcore.models.dtypes import model_dtype
 from gcore.models.layout import critic_folder
-from gcore.train.adapters import BaseModel, add_adapters, load_adapters
+from gcore.train.backends.adapters import BaseModel, add_adapters, load_adapters
 from gcore.train.backends.base import OptimizerSettings, TrainBackend, forward_tensors
 from gcore.train.backends.packed_attention import NAME, PACKED, UnsupportedPackedAttention
 from gcore.train.batching import Feeding, LogitsOf, ModelInputs

@@ -74,7 +74,8 @@ def export(
         raise UsageError("--best and --step exclude each other", fix="Give only one of them")
     found = _exportable(job, home, address, best=best) if step is None else _of_step(job, home, address, step)
     folder = found.checkpoint
-    from gcore.models.layout import CheckpointDamaged, copy_model
+    from gcore.models.export import copy_model
+    from gcore.models.layout import CheckpointDamaged
 
     digest = checkpoint_digest(folder, found.uid, home, address) if found.digest is None else found.digest
     try:

@@ -350,7 +350,7 @@ def validate(
 @command("schema", FILES, "gcore schema > job.schema.json")
 def schema() -> None:
     """Print the JSON schema of a job spec: every field with its meaning, unit and default."""
-    from gcore.config.schema import job_schema
+    from gcore.config.spec import job_schema
 
     typer.echo(as_json(job_schema()))
 

@@ -253,7 +253,7 @@ def test_a_restored_optimizer_goes_on_as_the_one_before(make: Make, tmp_path: Pa
 
 @pytest.mark.usefixtures("world")
 @pytest.mark.parametrize(("first", "second"), [("zero1", "fsdp3"), ("fsdp1", "zero3"), ("fsdp offloaded", "zero2")])
-def test_a_checkpoint_goes_on_in_another_backend_bit_for_bit(first: str, second: str, tmp_path: Path) -> None:
+def test_a_checkpoint_continues_in_another_backend_bit_for_bit(first: str, second: str, tmp_path: Path) -> None:
     before = made(first)
     for target in (1, 2, 3):
         learn(before, 0.01, target)

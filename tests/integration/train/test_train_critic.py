@@ -13,7 +13,8 @@ from rank_splits import named
 from rank_worlds import RUNS, STAGES, WORLDS, run_worlds
 from safetensors.numpy import load_file
 
-from gcore.models.layout import copy_model, has_critic, verify_checkpoint
+from gcore.models.export import copy_model
+from gcore.models.layout import has_critic, verify_checkpoint
 
 PROGRAM = Path(__file__).with_name("train_critic_program.py")
 GRADIENTS = ("values", "reward", "rows")

@@ -10,7 +10,7 @@ import fastjsonschema
 import pytest
 import yaml
 
-from gcore.config.schema import job_schema
+from gcore.config.spec import job_schema
 
 ROOT = Path(__file__).parents[3]
 EXAMPLES = sorted((ROOT / "examples").glob("*/*.yaml"))

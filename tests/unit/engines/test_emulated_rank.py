@@ -14,7 +14,8 @@ from gcore.engines.emulated.rank import STAGED, EmulatedTrainer
 from gcore.errors import DataError
 from gcore.ledger.balance import balance_samples
 from gcore.ledger.records.chain import SealedGroup
-from gcore.models.layout import copy_model, receipts_file, verify_checkpoint, weights_folder
+from gcore.models.export import copy_model
+from gcore.models.layout import receipts_file, verify_checkpoint, weights_folder
 from gcore.system.clock import SystemClock
 from gcore.testing.models import rank_launch
 from gcore.train.checkpoint.run_files import BackgroundWriter, RetryingWriter

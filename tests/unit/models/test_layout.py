@@ -10,6 +10,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from gcore.errors import UsageError
+from gcore.models.export import copy_model
 from gcore.models.layout import (
     MANIFEST_FILE,
     CheckpointDamaged,
@@ -19,7 +20,6 @@ from gcore.models.layout import (
     checkpoint_folder,
     companion_files,
     copy_companions,
-    copy_model,
     file_entry,
     manifest_digest,
     read_manifest,

@@ -24,6 +24,7 @@ from gcore.models.adapters import (
 )
 from gcore.models.checks import check_adapters, check_whole
 from gcore.models.dtypes import CODES
+from gcore.models.export import copy_model
 from gcore.models.hubs import ModelError
 from gcore.models.layout import (
     ADAPTER_CONFIG,
@@ -34,11 +35,10 @@ from gcore.models.layout import (
     MANIFEST_FILE,
     Manifest,
     copy_companions,
-    copy_model,
     file_entry,
 )
 from gcore.testing.models import make_tiny_model
-from gcore.train.adapters import BaseModel, adapter_config, add_adapters, load_adapters
+from gcore.train.backends.adapters import BaseModel, adapter_config, add_adapters, load_adapters
 from gcore.train.hf_models import load_module
 
 LORA = LoraSpec(rank=4, alpha=6)
