@@ -17,6 +17,7 @@ from __future__ import annotations
 import ast
 import hashlib
 import importlib.util
+import inspect
 import os
 import re
 import stat
@@ -107,6 +108,20 @@ def error_sentence(error: BaseException) -> str:
     return f"{type(error).__name__}: {first}" if first else type(error).__name__
 
 
+def describe_result(result: object) -> str:
+    """Describe an object of a user, such as a wrong result, for an error: `None`, `an int`, `a coroutine, ...`.
+
+    A coroutine is closed, so that Python does not warn that it was never awaited.
+    """
+    if result is None:
+        return "None"
+    if inspect.iscoroutine(result):
+        result.close()
+        return "a coroutine, because it is written with `async def`"
+    name = type(result).__name__
+    return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
+
+
 def plugin_trace(error: BaseException | None) -> str:
     """Return the traceback of the plug-in's own code, from `error` or its cause; empty without plug-in code.
 
@@ -143,7 +158,7 @@ def _loaded_file(kind: PluginKind, file: PluginFile) -> Callable[..., Any]:
         trace = plugin_trace(error)
         raise PluginFault(what, where=kind.where, fix="Correct the file", trace=trace) from error
     if not callable(found):
-        what = f"{kind.noun} {str(file)!r} is a {type(found).__name__}, which cannot be called"
+        what = f"{kind.noun} {str(file)!r} is {describe_result(found)}, which cannot be called"
         raise PluginFault(what, where=kind.where, fix="Name a function")
     return found  # type: ignore[no-any-return]
 
@@ -160,7 +175,7 @@ def _loaded(kind: PluginKind, name: str, point: EntryPoint) -> Callable[..., Any
         ) from error
     if not callable(found):
         raise PluginFault(
-            f"{kind.noun} {name!r} at {point.value} is a {type(found).__name__}, which is not callable",
+            f"{kind.noun} {name!r} at {point.value} is {describe_result(found)}, which is not callable",
             where=kind.where,
             fix="Point the entry point to a function",
         )

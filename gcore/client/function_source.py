@@ -33,7 +33,7 @@ from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from gcore.errors import UsageError
-from gcore.plugins import MOST_FILE_BYTES
+from gcore.plugins import MOST_FILE_BYTES, describe_result
 
 CONSTANTS = (bool, int, str, bytes, type(None), type(...))
 COLLECTIONS = (list, tuple, set, frozenset, dict)
@@ -133,7 +133,7 @@ class _Module:
                 self.define(name, value)
         else:
             self._values[name] = value
-            self._assign(name, *self._expression_and_names(value, f"{user!r} uses {name!r}"))
+            self._assign(name, *self._expression_and_names(value, f"{user!r} uses {name!r},"))
 
     def _add_import(self, name: str, module: ModuleType, user: str) -> None:
         """Import a module as `name`. Raises UsageError if the processes that score cannot import it."""
@@ -205,7 +205,7 @@ class _Module:
         given = []
         for free, value in values.items():
             expression, referred = self._expression_and_names(
-                value, f"{found.name!r} uses {free!r} of its enclosing function"
+                value, f"{found.name!r} uses {free!r} of its enclosing function,"
             )
             given.append(expression)
             if pending := referred & set(self._pending):
@@ -251,7 +251,9 @@ class _Module:
         find cycles. Raises UsageError.
         """
         if id(value) in inside:
-            raise UsageError(f"{what}, which contains itself", fix="Create it inside the function")
+            raise UsageError(
+                f"{what} {describe_result(value)} that contains itself", fix="Create it inside the function"
+            )
 
         def of(one: Any) -> str:
             return self._expression(one, what, (*inside, id(value)))
@@ -276,9 +278,8 @@ class _Module:
             return self._reference(value, what)
         call = _construction(value)
         if call is None:
-            article = "an" if kind.__name__[0].lower() in "aeiou" else "a"
             fix = "Create it inside the function, or in a function `start` of the reward"
-            raise UsageError(f"{what}, {article} {kind.__name__} that cannot be copied into a file", fix=fix)
+            raise UsageError(f"{what} {describe_result(value)} that cannot be copied into a file", fix=fix)
         made, arguments, keywords = call
         given = [of(one) for one in arguments] + [f"{key}={of(one)}" for key, one in keywords.items()]
         return f"{self._reference(made, what)}({', '.join(given)})"

@@ -33,7 +33,7 @@ from gcore.config.base import Option
 from gcore.data.order import ShardOrder
 from gcore.data.stream import PromptStream
 from gcore.errors import GcoreError, UsageError
-from gcore.plugins import RAISED, PluginKind, find_plugin
+from gcore.plugins import RAISED, PluginKind, describe_result, find_plugin
 
 CURRICULA = PluginKind("curriculum", "gcore.curricula", "data.curriculum")
 
@@ -129,7 +129,8 @@ class CheckedCurriculum:
             return None
         if not callable(key):
             raise CurriculumError(
-                f"curriculum {self._name!r} returned {key!r}, not a key function", fix="Return a function or None"
+                f"curriculum {self._name!r} returned {describe_result(key)}, not a key function",
+                fix="Return a function or None",
             )
         return self._checked(key)
 

@@ -29,7 +29,15 @@ from typing import Any, Protocol, get_args
 from gcore.config.base import Option
 from gcore.config.train import FilterSpec, TrainSpec
 from gcore.errors import GcoreError, SpecError
-from gcore.plugins import RAISED, PluginFault, PluginKind, error_sentence, find_plugin, plugin_trace
+from gcore.plugins import (
+    RAISED,
+    PluginFault,
+    PluginKind,
+    describe_result,
+    error_sentence,
+    find_plugin,
+    plugin_trace,
+)
 from gcore.types import (
     LARGEST_REWARD,
     Group,
@@ -86,8 +94,9 @@ class CheckedFilter:
         if reason is None:
             return None
         if not isinstance(reason, str) or not reason.strip():
+            shown = repr(reason) if isinstance(reason, str | bool | int | float) else describe_result(reason)
             raise FilterError(
-                f"filter {self.name!r} returned {reason!r}, neither None nor a sentence", fix="Correct the filter"
+                f"filter {self.name!r} returned {shown}, neither None nor a sentence", fix="Correct the filter"
             )
         return reason
 

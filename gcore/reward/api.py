@@ -29,7 +29,15 @@ from typing import Any, Protocol, TypeVar
 from gcore.config.base import shorten_text
 from gcore.config.reward import RewardPart, RewardSpec
 from gcore.errors import TracedError
-from gcore.plugins import RAISED, PluginFault, PluginKind, error_sentence, find_plugin, plugin_trace
+from gcore.plugins import (
+    RAISED,
+    PluginFault,
+    PluginKind,
+    describe_result,
+    error_sentence,
+    find_plugin,
+    plugin_trace,
+)
 from gcore.types import LARGEST_REWARD, entry_value
 
 REWARDS = PluginKind("reward", "gcore.rewards", "reward.name")
@@ -127,7 +135,7 @@ def call_batch_reward(
         found = to_list()  # an array or a tensor
     if not isinstance(found, list | tuple):
         raise RewardError(
-            f"batch reward {name!r} returned a {type(found).__name__}, not a list", fix="Return one number per response"
+            f"batch reward {name!r} returned {describe_result(found)}, not a list", fix="Return one number per response"
         )
     if len(found) != len(responses):
         raise RewardError(
@@ -262,11 +270,11 @@ class CheckedReward:
         """Convert a plug-in's result to a RewardResult of plain floats and text. Raises RewardError for an invalid
         result.
         """
-        if isinstance(result, int | float):  # also True and False
-            result = RewardResult(float(result))
+        if hasattr(type(result), "__float__"):  # also True, False, and numbers of numpy and torch
+            result = RewardResult(result)
         if not isinstance(result, RewardResult):
             raise RewardError(
-                f"reward {self._name!r} returned a {type(result).__name__}, not a number or a RewardResult",
+                f"reward {self._name!r} returned {describe_result(result)}, neither a number nor a RewardResult",
                 fix="Correct the reward",
             )
         value = self._number("value", result.value)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from gcore.plugins import RAISED, error_sentence, plugin_trace, short_name
+from gcore.plugins import RAISED, describe_result, error_sentence, plugin_trace, short_name
 from gcore.rollout.environments.api import BadArgument, Tool, find_tool
 from gcore.rollout.environments.tools import LONGEST_RESULT
 from gcore.worker.sandbox.child import serve_calls
@@ -39,7 +39,7 @@ def call_tool(tool: Tool, name: str, argument: str) -> dict[str, Any]:
     except RAISED as error:  # foreign code
         return {"what": f"tool {short_name(name)!r} raised {error_sentence(error)}", "trace": plugin_trace(error)}
     if not isinstance(said, str):
-        return {"what": f"tool {short_name(name)!r} gave a {type(said).__name__}, no text", "trace": ""}
+        return {"what": f"tool {short_name(name)!r} gave {describe_result(said)}, no text", "trace": ""}
     return {"said": said[:LONGEST_RESULT]}
 
 

@@ -21,7 +21,15 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from gcore.errors import TracedError
-from gcore.plugins import RAISED, PluginFault, PluginKind, error_sentence, find_plugin, plugin_trace
+from gcore.plugins import (
+    RAISED,
+    PluginFault,
+    PluginKind,
+    describe_result,
+    error_sentence,
+    find_plugin,
+    plugin_trace,
+)
 from gcore.system.concurrency import is_cancelled
 from gcore.types import LARGEST_REWARD, FinishReason
 
@@ -228,7 +236,7 @@ class CheckedEnvironment:
     def _observation(self, found: Any, where: str) -> Observation:
         if not isinstance(found, Observation):
             raise self._wrong(
-                f"returned a {type(found).__name__} from {where}", "Return an Observation, or Done from step"
+                f"returned {describe_result(found)} from {where}", "Return an Observation, or Done from step"
             )
         text: Any = found.text
         messages: Any = found.messages

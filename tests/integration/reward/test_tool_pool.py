@@ -94,7 +94,7 @@ FAILURES = [
     ("segfault", "error: tool 'odd' took the process that ran it with it", True),
     ("hoard", "error: tool 'odd' raised MemoryError", True),
     ("raise key", "error: tool 'odd' raised KeyError: 'key'", True),
-    ("number", "error: tool 'odd' gave a int, no text", True),
+    ("number", "error: tool 'odd' gave an int, no text", True),
     ("refuse that is none", "error: that is none", False),
 ]
 

@@ -216,13 +216,13 @@ REFUSED = {
     "an instance": (["class A:\n    def f(self): return 1\na = A()", "def score(r): return a.f()"], "'score' uses 'a', an A"),
     "a live object of a helper": (["L = object()\ndef h(): return L", "def score(r): return h()"], "'h' uses 'L'"),
     "a live object in a list": (["L = [1, object()]", "def score(r): return L[0]"], "'score' uses 'L'"),
-    "a list in itself": (["L = []\nL.append(L)", "def score(r): return len(L)"], "contains itself"),
+    "a list in itself": (["L = []\nL.append(L)", "def score(r): return len(L)"], "'score' uses 'L', a list that contains itself"),
     "a closure over a live object": (
         ["def make(x):\n    def score(r): return x\n    return score\nscore = make(object())"], "'score' uses 'x' of its enclosing function, an object"),
     "a closure without a value": (
         ["def make():\n    def score(r): return x\n    if False: x = 1\n    return score\nscore = make()"], "has no value yet"),
-    "a default that lives": (["def score(r, *, f=open('/dev/null')): return 1"], "a default of 'score' is"),
-    "an attribute that lives": (["def score(r): return 1\nscore.lock = object()"], "'score' has the attribute 'lock'"),
+    "a default that lives": (["def score(r, *, f=open('/dev/null')): return 1"], "a default of 'score' is a TextIOWrapper that cannot be copied"),
+    "an attribute that lives": (["def score(r): return 1\nscore.lock = object()"], "'score' has the attribute 'lock', an object that cannot be copied"),
     "an unknown name": (["def score(r): return no_such_name(r)"], "'no_such_name', which is not defined"),
     "globals()": (["X = 1\ndef score(r): return globals()['X']"], r"calls globals\(\)"),
     "a built-in": (["score = len"], "'len' is not a function with Python source: it is built in"),

@@ -111,7 +111,7 @@ def test_a_file_that_changed_after_its_submission_does_not_run(tmp_path: Path) -
         ("def other(response):\n    return 1\n", r"defines no 'score'; its functions: other"),
         ("def score(:\n", r"reward\.py:1: the plug-in file has a syntax error \(invalid syntax\)"),
         ("import no_such_module\n", "ModuleNotFoundError: No module named 'no_such_module'"),
-        ("score = 3\n", "is a int, which cannot be called"),
+        ("score = 3\n", "is an int, which cannot be called"),
         ("raise SystemExit(1)\n", "SystemExit: 1"),
     ],
     ids=["no such function", "a syntax error", "a module that is not installed", "no function", "it exits"],

@@ -222,17 +222,22 @@ def raises(*_: Any) -> Any:
     raise ZeroDivisionError
 
 
+async def asynchronous(view: Any) -> None:
+    return None
+
+
 @pytest.mark.parametrize(
     ("target", "said"),
     [
         (raises, "raised ZeroDivisionError"),
-        (lambda view: 3, "not a key function"),
+        (lambda view: 3, "returned an int, not a key function"),
+        (asynchronous, "returned a coroutine, because it is written with `async def`"),
         (lambda view: raises, "key of curriculum 'mine' raised ZeroDivisionError"),
         (lambda view: lambda source, fields: float("nan"), "nan, which is not finite"),
         (lambda view: lambda source, fields: 1e39, "not finite in float32"),
         (lambda view: lambda source, fields: "x", "ValueError"),
     ],
-    ids=["raises", "no key", "key raises", "not a number", "too large", "text"],
+    ids=["raises", "no key", "asynchronous", "key raises", "not a number", "too large", "text"],
 )
 def test_curriculum_errors_are_one_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: Any, said: str

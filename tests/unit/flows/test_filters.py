@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import math
 from collections.abc import Coroutine
@@ -270,3 +271,13 @@ async def test_a_flow_that_does_not_ask_the_filters_of_the_spec_ends_with_a_sent
     without = Job()
     await without.produce(group_of((1.0, 0.0)), ask=False)
     without.buffer.in_flight.raise_defect()
+
+
+@pytest.mark.filterwarnings("error")
+def test_an_asynchronous_filter_is_reported_in_a_sentence_without_a_warning() -> None:
+    async def late(group: Any, fields: Any, options: Any) -> None:
+        return None
+
+    with pytest.raises(FilterError, match="a coroutine, because it is written with `async def`, neither None nor"):
+        CheckedFilter("late", late, {}).refuses(None, {})  # type: ignore[arg-type]
+    gc.collect()

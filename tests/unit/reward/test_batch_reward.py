@@ -63,7 +63,7 @@ def test_results_may_have_parts_and_arrays_are_lists() -> None:
         pytest.param([1.0, 2.0], "'mine' returned 2 results for 3 responses", id="too few"),
         pytest.param([1.0] * 4, "'mine' returned 4 results for 3 responses", id="too many"),
         pytest.param(1.0, "'mine' returned a float, not a list", id="a number"),
-        pytest.param(None, "'mine' returned a NoneType, not a list", id="nothing"),
+        pytest.param(None, "'mine' returned None, not a list", id="nothing"),
     ],
 )
 def test_a_result_that_fits_no_response_is_an_error_of_each(result: Any, said: str) -> None:

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import sys
 from collections.abc import Iterator
+from decimal import Decimal
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 from plug_in_package import Install, installer
 
 from gcore.config.reward import RewardSpec
 from gcore.errors import SpecError
 from gcore.reward.__main__ import answer_line
-from gcore.reward.api import CheckedReward, RewardError, RewardResult, find_reward, with_all_arguments
+from gcore.reward.api import CheckedReward, RewardError, RewardResult, batch_reward, find_reward, with_all_arguments
 from gcore.reward.pool import parse_answer
 
 SPEC = RewardSpec()
@@ -63,7 +67,7 @@ def test_a_reward_of_another_package_is_found(install: Install) -> None:
         pytest.param("pack_b", "pack_b:score", "x = (", "SyntaxError", id="is no Python"),
         pytest.param("pack_c", "pack_c:other", "", "has no attribute 'other'", id="lacks the function"),
         pytest.param("pack_d", "nowhere_at_all:score", "", "No module named 'nowhere_at_all'", id="lacks the module"),
-        pytest.param("pack_e", "pack_e:score", "score = 3", "is a int, which is not callable", id="is no function"),
+        pytest.param("pack_e", "pack_e:score", "score = 3", "is an int, which is not callable", id="is no function"),
         pytest.param(
             "pack_f", "pack_f:score", "raise RuntimeError('one\\ntwo')", r"RuntimeError: one\)", id="two lines"
         ),
@@ -152,6 +156,32 @@ def test_a_number_is_a_result(given: Any, value: float) -> None:
     assert gives(given)("", {}, SPEC) == RewardResult(value)
 
 
+@pytest.mark.parametrize("kind", [numpy.float32, numpy.int64, numpy.bool_, Fraction, Decimal, numpy.array])
+def test_a_number_of_another_library_is_a_result(kind: Any) -> None:
+    result = gives(kind(1))("", {}, SPEC)
+    assert result == RewardResult(1.0)
+    assert type(result.value) is float
+
+
+def test_a_number_that_no_float_can_hold_is_an_error() -> None:
+    with pytest.raises(RewardError, match="as value, which is not a number"):
+        gives(10**400)("", {}, SPEC)
+
+
+@pytest.mark.filterwarnings("error")
+def test_an_asynchronous_reward_is_reported_in_a_sentence_without_a_warning() -> None:
+    async def late(response: str, fields: Any, spec: RewardSpec) -> float:
+        return 1.0
+
+    async def late_group(responses: Any) -> list[float]:
+        return [1.0]
+
+    for reward in (late, batch_reward(late_group)):
+        with pytest.raises(RewardError, match="a coroutine, because it is written with `async def`"):
+            CheckedReward("mine", reward)("", {}, SPEC)
+    gc.collect()
+
+
 @pytest.mark.parametrize(
     ("reward", "value"),
     [
@@ -167,7 +197,7 @@ def test_a_reward_takes_as_many_arguments_as_it_wants(reward: Any, value: float)
 
 @pytest.mark.parametrize("bad", ["1.0", None, (1.0, ())], ids=repr)
 def test_a_result_of_another_type_is_an_error(bad: Any) -> None:
-    with pytest.raises(RewardError, match="not a number or a RewardResult"):
+    with pytest.raises(RewardError, match="neither a number nor a RewardResult"):
         gives(bad)("", {}, SPEC)
 
 

@@ -63,7 +63,7 @@ def test_cancellation_during_an_import_is_reported(install: Install) -> None:
 
 def test_non_callable_plug_ins_are_refused(install: Install) -> None:
     install("gad_f", "f = gad_f:f", "f = 3")
-    with pytest.raises(SpecError, match="is a int, which is not callable"):
+    with pytest.raises(SpecError, match="is an int, which is not callable"):
         find_plugin(KIND, "f")
 
 
