@@ -20,6 +20,7 @@ import importlib.util
 import inspect
 import os
 import re
+import shlex
 import stat
 import sys
 import traceback
@@ -216,6 +217,9 @@ REFERENCE_PATTERN = r"([^\0\n]*[^/\0\n]\.py):([A-Za-z_]\w*)"
 _REFERENCE = re.compile(REFERENCE_PATTERN)
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 
+FILE_SECTIONS = ("reward", "parts", "flow", "filters", "environment", "agent")
+"""Sections of a spec, and lists of sections, that name a plug-in file with the key `file`."""
+
 SINGLE_NAMES = ("name", "advantage", "loss", "policy", "curriculum", "parser")
 """Keys of a spec whose value names one plug-in. The key `names` has a list of names."""
 
@@ -247,7 +251,7 @@ def replace_plugin_files(tree: Any, change: Callable[[PluginFile, str], str], wh
     """Return the spec `tree` with each reference to a plug-in file replaced by `change(file, dotted key)`.
 
     A key `file` becomes the key `name`. `where`: dotted key of `tree` itself. Raises SpecError for a plug-in with both
-    keys.
+    keys, and for a file that is named in a wrong way.
     """
     if isinstance(tree, list | tuple):
         return [_replaced(one, change, f"{where}.{number}", "") for number, one in enumerate(tree)]
@@ -258,9 +262,12 @@ def replace_plugin_files(tree: Any, change: Callable[[PluginFile, str], str], wh
         path = f"{where}.{key}".lstrip(".")
         if key in ("options", "template_variables"):  # their names are the plug-in's or the template's own
             new[key] = value
-        elif key == "file" and isinstance(value, str) and parse_plugin_file(value) is not None:
+        elif key == "file" and _last_word(where) in FILE_SECTIONS:
             if "name" in tree:
                 raise SpecError("a plug-in has a file or a name, not both", where=where, fix="Remove one of them")
+            if not isinstance(value, str) or parse_plugin_file(value) is None:
+                what = f"{value!r} does not name a Python file and a function in it"
+                raise SpecError(what, where=path, fix="Write FILE.py:FUNCTION, for example reward.py:score")
             new["name"] = _replaced(value, change, path, "name")
         elif key == "file" and isinstance(value, str):
             raise SpecError(
@@ -276,7 +283,23 @@ def replace_plugin_files(tree: Any, change: Callable[[PluginFile, str], str], wh
 def _replaced(value: Any, change: Callable[[PluginFile, str], str], where: str, key: str) -> Any:
     if isinstance(value, str) and key in SINGLE_NAMES and (file := parse_plugin_file(value)) is not None:
         return change(file, where)
+    _check_form(value, where, key)
     return replace_plugin_files(value, change, where)
+
+
+def _check_form(value: Any, where: str, key: str) -> None:
+    """Raise SpecError for a plug-in file as text where a section is needed, and for a section where text is needed."""
+    if isinstance(value, str) and _last_word(where) in FILE_SECTIONS and parse_plugin_file(value) is not None:
+        what = "a plug-in file is named by the key `file`"
+        raise SpecError(what, where=where, fix=f"Write {{file: {value}}} instead of {value}")
+    if isinstance(value, dict) and list(value) == ["file"] and (key in SINGLE_NAMES or _last_word(where) == "names"):
+        what = "the plug-in is named by text here, not by a section with the key `file`"
+        raise SpecError(what, where=where, fix=f"Write {value['file']!r}")
+
+
+def _last_word(where: str) -> str:
+    """The last word of a dotted key, without the numbers of list items."""
+    return next((word for word in reversed(where.split(".")) if not word.isdigit()), "")
 
 
 def resolve_plugin_files(tree: Any, base: Path | None) -> Any:
@@ -313,7 +336,7 @@ def read_plugin_file(path: Path, where: str) -> bytes:
     Raises SpecError, also if the file belongs to another user or other users can write it.
     """
     try:
-        with path.open("rb") as file:
+        with open(path, "rb", opener=_open_at_once) as file:
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode):
                 raise SpecError("a plug-in file must be a regular file", where=f"{where}: {path}", fix="Name a file")
@@ -322,7 +345,7 @@ def read_plugin_file(path: Path, where: str) -> bytes:
                 raise SpecError(what, where=f"{where}: {path}", fix="Copy it into a file of your own")
             if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
                 what = "other users can write the file, so the cluster does not run it"
-                raise SpecError(what, where=f"{where}: {path}", fix=f"chmod go-w {path}")
+                raise SpecError(what, where=f"{where}: {path}", fix=f"chmod go-w {shlex.quote(str(path))}")
             data = file.read(MOST_FILE_BYTES + 1)
     except OSError as error:
         what = f"cannot read the plug-in file ({error.strerror or error})"
@@ -335,6 +358,11 @@ def read_plugin_file(path: Path, where: str) -> bytes:
         )
     _check_syntax(data, path, where)
     return data
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    """Open a file without waiting: a pipe would wait for a writer."""
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def _check_syntax(data: bytes, path: Path, where: str) -> None:

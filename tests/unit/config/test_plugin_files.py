@@ -134,7 +134,8 @@ def test_a_file_must_be_there_belong_to_us_be_ours_to_write_and_hold_something(
     assert read_plugin_file(write(tmp_path / "good.py"), "reward.name") == SCORE.encode()
     for path, said in (
         (tmp_path / "absent.py", "No such file"),
-        (tmp_path, "Is a directory|regular file"),
+        (tmp_path, "Is a directory"),
+        (Path("/dev/null"), "regular file"),
         (write(tmp_path / "empty.py", " \n"), "is empty"),
         (write(tmp_path / "group.py", mode=0o620), "other users can write"),
         (write(tmp_path / "world.py", mode=0o602), "other users can write"),
@@ -145,6 +146,53 @@ def test_a_file_must_be_there_belong_to_us_be_ours_to_write_and_hold_something(
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
     with pytest.raises(SpecError, match="belongs to another user"):
         read_plugin_file(tmp_path / "good.py", "reward.name")
+
+
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.py", 0o600)
+    with pytest.raises(SpecError, match=r"reward\.file: .*pipe\.py: a plug-in file must be a regular file"):
+        new_spec(spec(reward={"file": "pipe.py:score"}), base=tmp_path)
+
+
+def test_the_command_that_mends_the_rights_of_a_file_can_be_pasted(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match=r"chmod go-w '.*/my reward\.py'$"):
+        read_plugin_file(write(tmp_path / "my reward.py", mode=0o622), "reward.file")
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        pytest.param({"reward": {"file": "reward.py"}}, r"^reward\.file: 'reward\.py' does not name", id="no function"),
+        pytest.param({"reward": {"file": "reward:score"}}, r"^reward\.file: .*FILE\.py:FUNCTION", id="not .py"),
+        pytest.param({"reward": {"file": "reward.py:A.score"}}, r"^reward\.file: .*FILE\.py:FUNCTION", id="a method"),
+        pytest.param({"reward": {"file": None}}, r"^reward\.file: None does not name", id="nothing"),
+        pytest.param({"reward": [{"file": 3}]}, r"^reward\.0\.file: 3 does not name", id="a number in a list"),
+        pytest.param({"flow": {"steps": 1, "file": "f.py"}}, r"^flow\.file: 'f\.py' does not name", id="a flow"),
+        pytest.param({"agent": {"file": "a.py"}}, r"^agent\.file: 'a\.py' does not name", id="an agent"),
+        pytest.param(
+            {"reward": "reward.py:score"}, r"^reward: .*Write \{file: reward\.py:score\}", id="text for a section"
+        ),
+        pytest.param(
+            {"reward": ["reward.py:score"]}, r"^reward\.0: .*Write \{file: reward\.py:score\}", id="text in a list"
+        ),
+        pytest.param(
+            {"train": {"loss": {"file": "own.py:f"}}}, r"^train\.loss: .*Write 'own\.py:f'", id="a section for text"
+        ),
+        pytest.param(
+            {"environment": {"name": "text", "tools": {"names": [{"file": "own.py:f"}]}}},
+            r"^environment\.tools\.names\.0: .*Write 'own\.py:f'",
+            id="a section among names",
+        ),
+    ],
+)
+def test_an_error_about_a_wrongly_named_file_shows_the_right_form(sections: dict[str, Any], said: str) -> None:
+    with pytest.raises(SpecError, match=said):
+        new_spec(spec(**sections))
+
+
+def test_a_key_file_where_no_plugin_belongs_is_an_unknown_key() -> None:
+    with pytest.raises(SpecError, match=r"unknown key 'model\.file'"):
+        new_spec(spec(model={"file": "weights"}))
 
 
 def test_only_references_are_replaced() -> None:
