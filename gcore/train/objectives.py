@@ -15,8 +15,14 @@ and the group of each [n] int64; it returns an advantage for each [n]. It runs o
 A loss returns a value to minimize for each token [b, w] of a micro-batch. gcore applies the mask and the correction,
 adds KL and entropy, and divides by the step's global counts, so a token's loss must not depend on the rest of the
 micro-batch. `train.advantage_options` and `train.loss_options` are passed as keyword arguments. Both functions are
-tried on artificial tensors when a rank starts, and every result is checked: a wrong shape or a non-finite advantage
-ends the rank with an error.
+tried on artificial tensors before the job exists and when a rank starts, and every result is checked: a wrong shape or
+a non-finite advantage ends the rank with an error.
+
+`python -m gcore.train.objectives FD BEGUN` is the process that tries them before the job exists, because a controller
+does not import torch:
+
+    controller -> process   {"train": SECTION, "memory_mb": 8192}             once
+    process -> controller   {"ready": true, ...} or {"failed": {...}}         once
 """
 
 from __future__ import annotations
@@ -30,8 +36,16 @@ from torch import Tensor
 
 from gcore.config.base import Option
 from gcore.config.spec import JobSpec
-from gcore.config.train import ADVANTAGES, LOSSES, CriticSpec, TrainSpec, is_own_advantage, is_own_loss
-from gcore.plugins import RAISED, PluginFault, PluginKind, error_sentence, find_plugin, plugin_trace
+from gcore.config.train import ADVANTAGES, LOSSES, STORED, CriticSpec, TrainSpec, is_own_advantage, is_own_loss
+from gcore.plugins import (
+    RAISED,
+    PluginFault,
+    PluginKind,
+    describe_result,
+    error_sentence,
+    find_plugin,
+    plugin_trace,
+)
 from gcore.train.algorithms.losses import (
     cispo_clip_fraction_tokens,
     cispo_loss,
@@ -53,6 +67,7 @@ from gcore.train.algorithms.losses import (
     value_loss,
 )
 from gcore.train.batching import MicroBatch, Scores
+from gcore.worker.sandbox.child import Loaded, serve
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +87,7 @@ class _Own:
         except RAISED as error:  # foreign code
             raise self.fault(f"raised {error_sentence(error)}", plugin_trace(error)) from error
         if not isinstance(found, Tensor) or found.shape != shape:
-            what = (
-                f"a tensor of shape {list(found.shape)}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
-            )
+            what = f"a tensor of shape {list(found.shape)}" if isinstance(found, Tensor) else describe_result(found)
             raise self.fault(f"returned {what}, not a tensor of shape {list(shape)}")
         return found
 
@@ -82,7 +95,7 @@ class _Own:
         return PluginFault(
             f"{self.kind.noun} {self.name!r} {what}",
             where=self.kind.where,
-            fix="Correct the package that provides it",
+            fix="Correct the function",
             trace=trace,
         )
 
@@ -453,3 +466,19 @@ def _policy_metrics(scores: Scores, targets: Targets) -> dict[str, Tensor]:
 
 def _masked(values: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask, values, torch.zeros_like(values)).sum()
+
+
+def main() -> None:
+    """Try the user's estimator and loss of a section `train` for a controller, and report whether they work."""
+
+    def load(setup: dict[str, Any]) -> Loaded:
+        train = TrainSpec.model_validate(setup["train"], context=STORED)
+        find_plugin_advantage(train)
+        find_plugin_loss(train)
+        return Loaded(lambda number, call: [])
+
+    serve(load)
+
+
+if __name__ == "__main__":
+    main()

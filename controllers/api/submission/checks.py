@@ -7,6 +7,7 @@ nothing but the data caches and the folder of the runs.
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import json
 import math
@@ -23,7 +24,7 @@ from gcore.config.load import find_flow
 from gcore.config.reward import Fallback, JudgeSpec
 from gcore.config.rollout import EnvironmentSpec
 from gcore.config.spec import JobSpec
-from gcore.config.train import ALL_LINEAR
+from gcore.config.train import ALL_LINEAR, TrainSpec, is_own_advantage, is_own_loss
 from gcore.config.validation import SAYS_NOTHING
 from gcore.data.renderer import PromptRenderer
 from gcore.data.stream import JobPrompts, LengthReport, PromptSource, check_lengths, open_prompts, spread_entries
@@ -50,6 +51,8 @@ from gcore.rollout.agents.server import try_agent
 from gcore.rollout.environments.pool import try_environment
 from gcore.rollout.environments.tools import TagCallFormat, call_format
 from gcore.types import Prompt
+from gcore.worker.sandbox.child import encode_line
+from gcore.worker.sandbox.process import ProcessEnded, SandboxProcess, check_ready
 from placement.mapping.workload import relevant_sizes
 from placement.policies.base import find_policy
 from placement.slots import count_noun
@@ -65,6 +68,9 @@ LENGTH_SAMPLE = 10_000
 not the job."""
 
 REWARDS_TRIED = 3
+
+OBJECTIVES, OBJECTIVES_S, OBJECTIVES_MB = "gcore.train.objectives", 120.0, 8192
+"""The program that tries a user's advantage estimator and loss, its time limit in seconds, and its memory limit in MiB."""
 
 MOST_FOR_EVER = 1000
 """Maximum number of checkpoints that a job may keep forever. Each is listed in one record of the store and keeps its log entry there."""
@@ -212,6 +218,35 @@ def check_fallbacks(spec: JobSpec) -> None:
             check_plugin(kind, judge.on_error.fallback)
 
 
+def try_objectives(train: TrainSpec) -> None:
+    """Try the user's advantage estimator and loss on artificial tensors, in a process, because this one does not import torch.
+
+    Blocks; do not use it in an event loop. Does nothing if both are gcore's. Raises PluginFault.
+    """
+    if is_own_advantage(train.advantage) or is_own_loss(train.loss):
+        asyncio.run(_try_objectives(train))
+
+
+async def _try_objectives(train: TrainSpec) -> None:
+    process = await SandboxProcess.of(
+        OBJECTIVES, encode_line({"train": train.model_dump(mode="json"), "memory_mb": OBJECTIVES_MB})
+    )
+    how = ""
+    try:
+        check_ready(await process.answer(OBJECTIVES_S))
+    except TimeoutError:
+        how = f"took longer than {OBJECTIVES_S:g} s"
+    except (ProcessEnded, ValueError):
+        how = f"ended its process ({await process.end()})"
+    finally:
+        await process.end()
+    if how:
+        own = [("train.advantage", train.advantage)] * is_own_advantage(train.advantage)
+        own += [("train.loss", train.loss)] * is_own_loss(train.loss)
+        what = f"the trial of {' and '.join(repr(name) for _, name in own)} {how}"
+        raise PluginFault(what, where=" and ".join(where for where, _ in own), fix="Correct the function")
+
+
 def check_judges(spec: JobSpec) -> Mapping[str, CheckedJudge]:
     """Check every judge of the spec; return them by name. Blocks. Raises SpecError, ModelError, DataError."""
     return {judge.name: _check_judge(number, judge) for number, judge in enumerate(spec.judges)}
@@ -338,6 +373,7 @@ def check_submission(
         checked = _check_source(spec, run_root, cache_dir, rewards, sample, progress)
     first = checked.prompts.stream.sources[0].dataset
     try_filters(filters, spec.flow.samples_per_prompt, first.entry(0) if len(first) else {})
+    try_objectives(spec.train)
     return checked
 
 
