@@ -99,6 +99,19 @@ def check_plugin(kind: PluginKind, name: str) -> None:
         raise _unknown(kind, name, names)
 
 
+def check_parameters(kind: PluginKind, name: str, function: Callable[..., Any], *given: str) -> None:
+    """Check that a plug-in accepts the positional arguments that gcore passes. `given`: their names. Raises PluginFault."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # a callable without a signature
+        return
+    try:
+        signature.bind(*given)
+    except TypeError as error:
+        what = f"{kind.noun} {name!r} cannot be called with ({', '.join(given)}): {error}"
+        raise PluginFault(what, where=kind.where, fix="Correct its parameters") from error
+
+
 def error_sentence(error: BaseException) -> str:
     """Return the error's type and the first line of its text, at most MAX_SENTENCE characters."""
     try:

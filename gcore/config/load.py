@@ -29,7 +29,7 @@ from gcore.config.reward import LONGEST_TEMPLATE
 from gcore.config.spec import JobSpec
 from gcore.config.train import STORED, FlowSpec
 from gcore.errors import SpecError, did_you_mean
-from gcore.plugins import PluginFault, PluginKind, find_plugin, resolve_plugin_files
+from gcore.plugins import PluginFault, PluginKind, check_parameters, find_plugin, resolve_plugin_files
 
 F = TypeVar("F", bound=Callable[..., Any])
 Tree = dict[str, Any]
@@ -72,6 +72,7 @@ def find_flow(name: str) -> Callable[..., Awaitable[None]]:
             where=FLOWS.where,
             fix="Write `async def`",
         )
+    check_parameters(FLOWS, name, found, "peer")
     return found
 
 

@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from gcore.plugins import RAISED, PluginKind, error_sentence, find_plugin, plugin_trace
+from gcore.plugins import RAISED, PluginKind, check_parameters, error_sentence, find_plugin, plugin_trace
 from gcore.rollout.environments.api import EnvironmentFault
 from gcore.types import LARGEST_REWARD
 
@@ -67,6 +67,7 @@ AGENTS = PluginKind("agent", "gcore.agents", "agent.name")
 def find_agent(name: str) -> Agent:
     """Find an agent among the entry points `gcore.agents`. Raises PluginFault, with the nearest name if there is none."""
     found: Agent = find_plugin(AGENTS, name)
+    check_parameters(AGENTS, name, found, "rollout")
     return found
 
 

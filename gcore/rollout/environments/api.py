@@ -25,6 +25,7 @@ from gcore.plugins import (
     RAISED,
     PluginFault,
     PluginKind,
+    check_parameters,
     describe_result,
     error_sentence,
     find_plugin,
@@ -172,6 +173,9 @@ def find_environment(name: str) -> EnvironmentMaker:
 def find_tool(name: str) -> Tool:
     """Find a tool by entry-point name. Raises PluginFault."""
     found: Tool = find_plugin(TOOLS, name)
+    check_parameters(TOOLS, name, found, "argument")
+    if inspect.iscoroutinefunction(found):
+        raise PluginFault(f"tool {name!r} is asynchronous", where=TOOLS.where, fix="Write `def`, not `async def`")
     return found
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from gcore.config.load import new_spec, stored_spec
+from gcore.config.load import find_flow, new_spec, stored_spec
 from gcore.errors import SpecError
 from gcore.plugins import (
     PluginFault,
@@ -22,6 +22,8 @@ from gcore.plugins import (
     replace_plugin_files,
 )
 from gcore.reward import find_reward
+from gcore.rollout.agents.api import find_agent
+from gcore.rollout.environments.api import find_tool
 
 SCORE = "def score(response):\n    return float(len(response))\n"
 
@@ -120,6 +122,25 @@ def test_a_file_that_gives_no_function_is_refused_in_one_sentence(tmp_path: Path
     (tmp_path / "reward.py").write_text(text)
     with pytest.raises(PluginFault, match=said):
         find_reward(f"{tmp_path}/reward.py:score")
+
+
+@pytest.mark.parametrize(
+    ("find", "text", "said"),
+    [
+        pytest.param(find_flow, "async def own(): ...", r"^flow\.name: .*called with \(peer\): too many", id="a flow"),
+        pytest.param(find_flow, "async def own(peer, more): ...", "missing a required argument: 'more'", id="more"),
+        pytest.param(find_tool, "def own(): ...", r"^environment\.tools\.names: .*\(argument\): too many", id="a tool"),
+        pytest.param(find_tool, "async def own(argument): ...", "is asynchronous. Write `def`", id="an async tool"),
+        pytest.param(find_agent, "def own(*, rollout): ...", r"^agent\.name: .*\(rollout\): ", id="an agent"),
+    ],
+)
+def test_a_function_that_gcore_cannot_call_is_refused(tmp_path: Path, find: Any, text: str, said: str) -> None:
+    file = write(tmp_path / "own.py", text)
+    with pytest.raises(PluginFault, match=said):
+        find(f"{file}:own")
+    write(tmp_path / "ready.py", "async def own(one, *, more=1): ...\n\n\ndef tool(*all): ...\n")
+    name = "tool" if find is find_tool else "own"
+    assert callable(find(f"{tmp_path}/ready.py:{name}"))
 
 
 def write(path: Path, text: str = SCORE, mode: int = 0o600) -> Path:
