@@ -1,14 +1,16 @@
 """The `gcore` command: registers the command modules and handles errors.
 
-A `GcoreError` is printed on standard error and sets the exit code. Any other exception is a bug in gcore and shows its
-traceback. Commands import their dependencies when they run, so that `--help` is fast. No module here imports torch at the top.
+A `GcoreError` is printed on standard error and sets the exit code, and so is an error of the machine, such as a full disk. Any other
+exception is a bug in gcore and shows its traceback. Commands import their dependencies when they run, so that `--help` is fast. No module here imports torch at the top.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
+from collections.abc import Mapping
 from types import FrameType
 from typing import Annotated
 
@@ -30,7 +32,7 @@ from controllers.cli.options import ACCESS, JOBS, app
 from controllers.cli.output import prepare_hint
 from controllers.cli.terminal import say
 from gcore import __version__
-from gcore.errors import GcoreError
+from gcore.errors import GcoreError, UsageError
 from gcore.system.process import accept_signals
 
 __all__ = ["app", "main"]
@@ -84,6 +86,35 @@ def top(
         os.environ["GCORE_CONTEXT"] = context
 
 
+PATH_FIX = "Name another path, or change the rights of its folders"
+ROOM_FIX = "Make room, or use another disk"
+OPEN_FIX = "Raise the limit (`ulimit -n`), or end other programs"
+MACHINE_FIXES: Mapping[int, str] = {
+    **dict.fromkeys((errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.ELOOP, errno.EROFS), PATH_FIX),
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), ROOM_FIX),
+    **dict.fromkeys((errno.EMFILE, errno.ENFILE), OPEN_FIX),
+    errno.EIO: "Check the disk: see `dmesg`",
+}
+"""What to do about errors of the system that say something about the machine or a path, not about gcore, by `errno`."""
+
+
+def machine_error(error: OSError) -> GcoreError | None:
+    """An error of the machine or of a path that the user gave, as a sentence; None for another error of the system."""
+    fix = MACHINE_FIXES.get(error.errno or 0)
+    if fix is None:
+        return None
+    kind = UsageError if fix == PATH_FIX else GcoreError
+    where = os.fsdecode(error.filename) if isinstance(error.filename, str | bytes | os.PathLike) else None
+    return kind(f"the system refused an operation ({error.strerror})", where=where, fix=fix)
+
+
+def report_error(error: GcoreError) -> None:
+    """Print the error and exit with its code."""
+    sentence = " ".join(str(error).split())
+    say(f"gcore: {sentence}{prepare_hint(sentence)}", err=True, indent="  ")
+    sys.exit(error.exit_code)
+
+
 def main() -> None:
     """Run the console script."""
     accept_signals()
@@ -91,9 +122,12 @@ def main() -> None:
     try:
         app()
     except GcoreError as error:
-        sentence = " ".join(str(error).split())
-        say(f"gcore: {sentence}{prepare_hint(sentence)}", err=True, indent="  ")
-        sys.exit(error.exit_code)
+        report_error(error)
+    except OSError as error:
+        known = machine_error(error)
+        if known is None:
+            raise
+        report_error(known)
     except ModuleNotFoundError as error:
         extras = extras_with(error.name or "")
         if not extras:
