@@ -282,10 +282,6 @@ def replace_plugin_files(tree: Any, change: Callable[[PluginFile, str], str], wh
                 what = f"{value!r} does not name a Python file and a function in it"
                 raise SpecError(what, where=path, fix="Write FILE.py:FUNCTION, for example reward.py:score")
             new["name"] = _replaced(value, change, path, "name")
-        elif key == "file" and isinstance(value, str):
-            raise SpecError(
-                f"{value[:100]!r} names no function in a Python file", where=path, fix="Write FILE.py:FUNCTION"
-            )
         elif key == "names" and isinstance(value, list | tuple):
             new[key] = [_replaced(one, change, f"{path}.{number}", "name") for number, one in enumerate(value)]
         else:
