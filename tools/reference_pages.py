@@ -1,4 +1,5 @@
-"""Write the reference pages that are generated from the code: docs/reference/spec.md, commands.md and python-api.md.
+"""Write the reference pages that are generated from the code: docs/reference/spec.md, capabilities.md, commands.md and
+python-api.md.
 
     python -m tools.reference_pages [--check]
 
@@ -20,6 +21,7 @@ from typing import Any
 import typer
 
 from controllers.cli.main import app
+from gcore.config.capabilities import BACKENDS, ENGINES, table
 from gcore.config.spec import job_schema
 from tools.problem import ROOT, Problem
 
@@ -45,6 +47,7 @@ def reference_pages(root: Path) -> dict[Path, str]:
     folder = root / "docs" / "reference"
     return {
         folder / "spec.md": spec_page(),
+        folder / "capabilities.md": capabilities_page(),
         folder / "commands.md": commands_page(),
         folder / "python-api.md": python_page(root),
     }
@@ -68,6 +71,16 @@ def spec_page() -> str:
         section = definitions[name]
         description = _one_line(section.get("description", ""))
         text += f"\n## {path}\n\n" + (f"{description}\n\n" if description else "") + _field_table(section, definitions)
+    return text
+
+
+def capabilities_page() -> str:
+    """A table of the engines, and one of the train backends."""
+    text = f"{HEADER}# Engines and train backends\n\nA spec that asks an engine or a backend for what it cannot do is refused."
+    text += " [Engines](../use/engines.md) and [Your model](../use/model.md#numbers-and-memory) describe them.\n"
+    for title, key, known in (("Engines", "rollout.engine", ENGINES), ("Train backends", "train.backend", BACKENDS)):
+        rows = [(f"`{key}`", *(f"`{name}`" for name in known)), ("---",) * (1 + len(known)), *table(known)]
+        text += f"\n## {title}\n\n" + "".join(f"| {' | '.join(row)} |\n" for row in rows)
     return text
 
 

@@ -241,7 +241,7 @@ class ShutdownResult:
 
 
 def end_processes(home: Path, *, clock: Clock, grace_s: float | None = None) -> ShutdownResult:
-    """Stop every process of `home` (absolute, resolved). `grace_s` 0: send SIGKILL only.
+    """Stop every process of the cluster in `home` (absolute, resolved). `grace_s` 0: send SIGKILL only.
 
     Raises GcoreError if a process does not end.
     """
@@ -456,7 +456,7 @@ async def start_cluster(
 
 
 def stop_cluster(home: Path, *, clock: Clock, grace_s: float | None = None) -> ShutdownResult:
-    """Stop every process of `home`; `grace_s` 0 kills immediately. Raises GcoreError if a process does not end."""
+    """Stop every process of the cluster in `home`. `grace_s`: seconds until SIGKILL, 0 at once, None the default. Raises GcoreError if a process does not end."""
     from gcore.config.local_cluster import FILE_NAME
     from gcore.models.replicas import MEMORY, home_folder
 

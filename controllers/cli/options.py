@@ -92,7 +92,7 @@ Address = Annotated[
     str | None,
     typer.Option(
         envvar="GCORE_ADDRESS",
-        help="host:port of a controller, or several, separated by commas. Default: the running local cluster, else the context.",
+        help="host:port of a controller, or several, separated by commas. Default: the running local cluster, else the current context (`gcore context`).",
     ),
 ]
 

@@ -406,4 +406,4 @@ def wait_sentence(wait: Wait) -> str:
     """The sentence of a wait's event."""
     if wait.cause in WHOLE:
         return wait.what
-    return f"nothing has moved for {PATIENCE_S[wait.cause]:g} s: {wait.what}"
+    return f"no progress for {PATIENCE_S[wait.cause]:g} s: {wait.what}"

@@ -257,7 +257,7 @@ def _left(before: JobMirror, incarnation: str) -> str:
     known, sentence = before.members.get(incarnation), f"{node_of(incarnation)} has left"
     if known is None or known.record.leaving or before.has_ended:
         return sentence
-    return f"{sentence} without handing over: its daemon ended, lost its lease, or cannot work on the job"
+    return f"{sentence} without handing over its prompt shards: its daemon ended, lost its lease, or cannot work on the job"
 
 
 def truncation_warning(source: str, step: Mapping[str, Any]) -> Derived:

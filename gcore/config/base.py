@@ -26,13 +26,6 @@ SPANS = (
 )
 
 
-def refuse_torch(engine: str, slots_per_engine: int) -> str | None:
-    """Return why an engine of kind `engine` (torch or sglang) cannot use `slots_per_engine` slots; None if it can."""
-    if engine == "torch" and slots_per_engine > 1:
-        return f"slots_per_engine is {slots_per_engine}, but the torch engine runs on one slot; set engine: sglang"
-    return None
-
-
 @dataclass(frozen=True, slots=True)
 class PathMark:
     """Marks a field as a path relative to the spec's folder. With `hub`, the field may also name a model on a hub (`HUB_SCHEMES`)."""

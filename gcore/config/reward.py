@@ -35,8 +35,8 @@ from gcore.config.base import (
     SlotsPerEngine,
     TemplateVariables,
     is_unset,
-    refuse_torch,
 )
+from gcore.config.capabilities import ENGINES, lacking
 from gcore.plugins import short_name
 from gcore.types import LARGEST_REWARD
 
@@ -246,9 +246,11 @@ class JudgeServing(Section):
 
     @model_validator(mode="after")
     def _check_engine(self) -> JudgeServing:
-        if self.engine == "torch" and self.engine_args:
-            raise ValueError("engine_args need engine: sglang; set it, or leave engine_args out")
-        if (why := refuse_torch(self.engine, self.slots_per_engine)) is not None:
+        settings = {
+            "engine_args": ("arguments", bool(self.engine_args)),
+            "slots_per_engine": ("several_slots", self.slots_per_engine > 1),
+        }
+        for why in lacking(ENGINES, "engine", self.engine, settings):
             raise ValueError(why)
         return self
 

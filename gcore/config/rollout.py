@@ -10,7 +10,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
-from gcore.config.base import SPANS, Option, Section, SlotsPerEngine, StopString, Temperature, refuse_torch
+from gcore.config.base import SPANS, Option, Section, SlotsPerEngine, StopString, Temperature
+from gcore.config.capabilities import ENGINES, lacking
 from gcore.plugins import short_name
 
 
@@ -122,11 +123,12 @@ class RolloutSpec(Section):
             raise ValueError(
                 f"watchdog_s ({self.watchdog_s:g}) is below silent_s ({self.silent_s:g}); raise watchdog_s"
             )
-        if self.engine == "sglang" and self.deterministic:
-            raise ValueError("deterministic needs engine: torch; for SGLang, pass its own flags in engine_args")
-        if self.engine == "torch" and self.engine_args:
-            raise ValueError("engine_args need engine: sglang; set it, or leave engine_args out")
-        if (why := refuse_torch(self.engine, self.slots_per_engine)) is not None:
+        settings = {
+            "deterministic": ("deterministic", self.deterministic),
+            "engine_args": ("arguments", bool(self.engine_args)),
+            "slots_per_engine": ("several_slots", self.slots_per_engine > 1),
+        }
+        for why in lacking(ENGINES, "engine", self.engine, settings):
             raise ValueError(why)
         return self
 

@@ -16,6 +16,7 @@ from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt, Validati
 from pydantic_core import PydanticCustomError
 
 from gcore.config.base import HUB_SCHEMES, MOST_SLOTS, FilePath, Option, Section, is_unset
+from gcore.config.capabilities import BACKENDS, lacking
 from gcore.plugins import PluginKind, parse_plugin_file
 
 Schedule = Literal["constant", "linear", "cosine"]
@@ -187,8 +188,8 @@ def _of_train(train: TrainSpec) -> Iterator[str]:
     if train.correction_band[0] >= train.correction_band[1]:
         yield f"correction_band {list(train.correction_band)} is empty; the first number must be below the second"
     yield from _of_stream(train)
-    if train.offload_state and train.backend != "fsdp2":
-        yield f"offload_state needs backend: fsdp2, not {train.backend}; set it, or leave offload_state out"
+    settings = {"offload_state": ("offload_state", train.offload_state), "lora": ("adapters", train.lora is not None)}
+    yield from lacking(BACKENDS, "backend", train.backend, settings)
     if train.loss == "sft" and train.critic is not None:
         yield "loss: sft has no rewards from which a critic could learn; leave advantage: gae out"
     if train.loss == "sft" and train.kl_in == "reward" and train.kl_coef > 0:

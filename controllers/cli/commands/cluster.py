@@ -98,7 +98,11 @@ def drain(
     node: NodeName,
     undo: Annotated[bool, typer.Option("--undo", help="Stop draining and use the node again.")] = False,
     wait: Annotated[
-        bool, typer.Option("--wait/--no-wait", help="Wait until no job uses the node. With -o json or yaml: never.")
+        bool,
+        typer.Option(
+            "--wait/--no-wait",
+            help="Wait until no job uses the node (default), or return at once. Output as json or yaml always returns at once.",
+        ),
     ] = True,
     home: Home = DEFAULT_HOME,
     address: Address = None,
@@ -480,7 +484,7 @@ def quota(
     address: Address = None,
     output: Format = Output.TABLE,
 ) -> None:
-    """Show the slot quotas and usage of namespaces, or set a quota. Jobs release slots above the quota at their next commits."""
+    """Show the slot quotas and usage of namespaces, or set a quota. Jobs release slots above the quota after their current step."""
     if not namespace:
         found = call_cluster(lambda client: client.get_quotas(), address, home)
     else:

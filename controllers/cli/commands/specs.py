@@ -366,7 +366,7 @@ def prepare(
     example: Annotated[str, typer.Argument(metavar="EXAMPLE", help="Example to prepare: " + ", ".join(NAMES) + ".")],
     to: Annotated[Path | None, typer.Option(help="Target folder. Default: .cache/examples/EXAMPLE.")] = None,
 ) -> None:
-    """Create the data and the warm-started model of an example, or its judge. Does nothing if they exist."""
+    """Create the data and the warm-started model of an example, or the judge model of one. Does nothing if they exist."""
     # This is the only command that needs the train extra: it trains a small model.
     from gcore.quickstart.__main__ import EXAMPLES
 

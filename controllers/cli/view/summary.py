@@ -371,7 +371,7 @@ def _without_summary(runs: Path, job: str) -> dict[str, str] | None:
 
 
 def describe_job(message: pb.Job) -> dict[str, str]:
-    """Describe a job that the API returned, with the keys of `find_summary`."""
+    """Describe a job that the API returned as a mapping with the same keys as that of `find_summary`."""
     found = {"job": message.name, "uid": message.uid, "checkpoint": message.checkpoint, "folder": message.run_dir}
     best = job_snapshot(message).best
     return found if best is None else found | {"best": best_line(best), "best_checkpoint": best.checkpoint}

@@ -241,7 +241,7 @@ def _key_in(file: Path, judge: str, where: str) -> str:
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is not ASCII text"
         raise DataError(
-            f"the key of judge {judge!r} cannot be read from {file} ({why})", where=where, fix=fix
+            f"the API key of judge {judge!r} cannot be read from {file} ({why})", where=where, fix=fix
         ) from error
     if mode & 0o007:
         raise DataError(

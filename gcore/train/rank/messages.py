@@ -191,7 +191,9 @@ def _group(part: pb.GroupPart, sender: str) -> TrainGroup:
         raise FeedDamaged(f"the temperature is {part.temperature}; it must be above 0", where=where)
     baseline = part.baseline if part.HasField("baseline") else None
     if baseline is not None and not math.isfinite(baseline):
-        raise FeedDamaged(f"the baseline is {baseline}; it must be finite", where=where)
+        raise FeedDamaged(
+            f"the reward baseline of the group, from the flow, is {baseline}; it must be finite", where=where
+        )
     digests = list(part.sample_digests)
     if group_digest(ref, tuple(prompt_ids.tolist()), digests, part.temperature, baseline) != part.digest:
         raise FeedDamaged("the digest does not match the prompt and the samples' digests", where=where)

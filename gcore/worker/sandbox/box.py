@@ -98,7 +98,7 @@ class ProgramSandbox:
         except ValueError:
             ways = ["possibly do anything, because the confinement test did not finish"]
         if ways:
-            raise SandboxError(f"this machine cannot confine programs: one could {', '.join(ways)}", fix=fix)
+            raise SandboxError(f"this machine cannot confine programs: a program could {', '.join(ways)}", fix=fix)
 
     def run(self, program: str, tests: Sequence[str] = (), given: str = "", *, timeout_s: float) -> ProgramResult:
         """Run a program, and then each of `tests` in its namespace. Never raises for what the program does.

@@ -76,7 +76,7 @@ def test_a_store_that_refuses_writes_is_named_and_the_run_goes_on_when_it_takes_
         "the cause in describe", lambda: [w for w in getattr(run.job(), "waiting", ()) if w.cause == "store"]
     )
     assert "the store's database is full" in said[0].what
-    assert "nothing has moved" not in run.log.read_text()
+    assert "no progress for" not in run.log.read_text()
     set_alarm(endpoint, DEACTIVATE)
     ended = run.wait()
     assert (ended.code, ended.summary["audit"]) == (0, "clean"), ended.output

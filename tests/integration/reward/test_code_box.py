@@ -329,7 +329,7 @@ def test_where_seccomp_does_not_hold_the_proof_refuses(monkeypatch: pytest.Monke
     jail.write_text(source.replace("    restrict_calls(seccomp)\n", ""))
     assert jail.read_text() != source
     monkeypatch.setattr("gcore.worker.sandbox.box.JAIL", jail)
-    with pytest.raises(Exception, match="this machine cannot confine programs: one could open a socket"):
+    with pytest.raises(Exception, match="this machine cannot confine programs: a program could open a socket"):
         ProgramSandbox(256).prove()
 
 

@@ -152,7 +152,7 @@ def test_numbers_that_are_not_finite_are_refused_though_their_digests_fit() -> N
     bad = Sample((1,), (float("nan"),), "", "stop", (VersionSpan(Version(0, 0), 0, 1),), 0.0)
     with pytest.raises(FeedDamaged, match="finite"):
         read(part(Group(PromptRef(0, 0, 0), (1,), (bad,))))
-    with pytest.raises(FeedDamaged, match="the baseline is nan"):
+    with pytest.raises(FeedDamaged, match="the reward baseline of the group, from the flow, is nan"):
         read(part(replace(GROUP, baseline=float("nan"))))
 
 

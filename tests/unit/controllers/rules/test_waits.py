@@ -55,7 +55,7 @@ def test_each_cause_is_told_by_one_peer_after_its_time_and_not_before(cause: str
         list(MEMBERS) if cause in LOCAL else [m for m in MEMBERS if turn_of(MEMBERS, m, f"tell {cause}") == 0]
     )
     assert not any(told(wait, PATIENCE_S[cause] - 0.1, me) for me in MEMBERS)
-    stood_still = f"nothing has moved for {PATIENCE_S[cause]:g} s: "
+    stood_still = f"no progress for {PATIENCE_S[cause]:g} s: "
     assert wait_sentence(wait) == f"{'' if cause in WHOLE else stood_still}something"
 
 
@@ -145,7 +145,7 @@ async def test_missing_input_is_reported_once_and_again_when_it_recurs() -> None
     await clock.advance(60.0)
     told = (
         "wait-material-node-0",
-        "nothing has moved for 30 s: node-0 cannot work on the job: its data cannot be read",
+        "no progress for 30 s: node-0 cannot work on the job: its data cannot be read",
     )
     assert job.said == [told]
     job.view = running_job()

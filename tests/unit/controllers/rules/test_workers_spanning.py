@@ -65,8 +65,14 @@ def spec(
 @pytest.mark.parametrize(
     ("rollout", "judges", "placement", "said"),
     [
-        pytest.param({"slots_per_engine": 2}, [], {}, "the torch engine runs on one slot", id="torch"),
-        pytest.param({}, [judge(slots_per_engine=2)], {}, "the torch engine runs on one slot", id="a judge's torch"),
+        pytest.param({"slots_per_engine": 2}, [], {}, "slots_per_engine needs engine: sglang, not torch", id="torch"),
+        pytest.param(
+            {},
+            [judge(slots_per_engine=2)],
+            {},
+            "slots_per_engine needs engine: sglang, not torch",
+            id="a judge's torch",
+        ),
         pytest.param(WIDE | {"slots_per_engine": 0}, [], {}, "slots_per_engine", id="none"),
         pytest.param(WIDE, [judge(**(WIDE | {"slots_per_engine": 3}))], {}, "one divides the other", id="2 and 3"),
         pytest.param({}, [judge("a", **WIDE), judge("b")], {}, "judges share the slots of their pool", id="two judges"),

@@ -245,5 +245,5 @@ def test_a_controller_that_hands_over_first_leaves_otherwise_than_one_that_is_lo
     after = [member("m", revision=3), ended, gone(KEYS.member("m.a"), 5)]
     messages = [heard([[change] for change in story]).events[-1].message for story in (leaves, lost, after)]
     assert messages[0] == "n has left"
-    assert messages[1].startswith("m has left without handing over: its daemon ended, lost its lease")
+    assert messages[1].startswith("m has left without handing over its prompt shards: its daemon ended, lost its lease")
     assert messages[2] == "m has left"

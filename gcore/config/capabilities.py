@@ -1,0 +1,130 @@
+"""What each engine and each train backend can do, as the documents show it and as specs are validated.
+
+A setting that needs a capability names the engines or backends that have it in its error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+
+def _row(words: str) -> Any:
+    """A field with the words of its row in the documents' table."""
+    return field(metadata={"row": words})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineCapabilities:
+    """The abilities of an engine. Text says under which condition."""
+
+    devices: str = _row("runs on")
+    several_slots: bool = _row("one engine on several slots of a node (`slots_per_engine`)")
+    several_nodes: bool = _row("one engine on several nodes")
+    arguments: bool = _row("command-line arguments of its own (`engine_args`)")
+    deterministic: bool = _row("the same response whatever else is in the batch (`rollout.deterministic`)")
+    abort: bool = _row("an abort returns the tokens so far, with log-probabilities")
+    partial: bool = _row("reports partial responses (`rollout.told_every`)")
+    versions: bool = _row("records which weights made which tokens of a response")
+    updates: str = _row("weight updates")
+    sleep: str = _row("releases its memory and restores it (sleep)")
+    classifiers: bool = _row("serves classifiers as judges")
+    adapters: bool = _row("loads adapters (LoRA) beside the model")
+    pictures: bool = _row("pictures in prompts")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackendCapabilities:
+    """The abilities of a train backend. Text says how."""
+
+    package: str = _row("Python package")
+    split: str = _row("divided among ranks at `train.zero_stage` 1, 2, 3")
+    reduction: str = _row("gradients are reduced in")
+    offload_state: bool = _row("weights, gradients and Adam's state in host memory (`train.offload_state`, GPUs only)")
+    adapters: bool = _row("adapters (`train.lora`)")
+    checkpointing: bool = _row("activation checkpointing")
+    rest: bool = _row("releases its memory between steps (`placement.policy: colocated`)")
+    replicas: bool = _row("replicas in memory, and worlds that grow and shrink")
+    exchange: bool = _row("continues checkpoints and replicas of the other backend")
+    sequence_parallel: bool = _row("sequence parallelism")
+
+
+ENGINES: Mapping[str, EngineCapabilities] = {
+    "torch": EngineCapabilities(
+        devices="CPU, or one GPU",
+        several_slots=False,
+        several_nodes=False,
+        arguments=False,
+        deterministic=True,
+        abort=True,
+        partial=True,
+        versions=True,
+        updates="folder, broadcast",
+        sleep="CPU and GPU",
+        classifiers=True,
+        adapters=False,
+        pictures=False,
+    ),
+    "sglang": EngineCapabilities(
+        devices="CPU, or GPUs",
+        several_slots=True,
+        several_nodes=False,
+        arguments=True,
+        deterministic=False,
+        abort=True,
+        partial=True,
+        versions=True,
+        updates="folder, broadcast",
+        sleep="GPU",
+        classifiers=True,
+        adapters=False,
+        pictures=False,
+    ),
+}
+
+BACKENDS: Mapping[str, BackendCapabilities] = {
+    "deepspeed": BackendCapabilities(
+        package="deepspeed",
+        split="Adam's state; also gradients; also weights",
+        reduction="`train.dtype`",
+        offload_state=False,
+        adapters=True,
+        checkpointing=True,
+        rest=True,
+        replicas=True,
+        exchange=True,
+        sequence_parallel=False,
+    ),
+    "fsdp2": BackendCapabilities(
+        package="torch",
+        split="everything, at each stage",
+        reduction="float32",
+        offload_state=True,
+        adapters=True,
+        checkpointing=True,
+        rest=True,
+        replicas=True,
+        exchange=True,
+        sequence_parallel=False,
+    ),
+}
+
+
+def lacking(known: Mapping[str, Any], word: str, name: str, settings: Mapping[str, tuple[str, bool]]) -> Iterator[str]:
+    """Yield a sentence for each setting that is used and needs a capability that `name` lacks.
+
+    `known`: `ENGINES` or `BACKENDS`; `word`: the key that selects one, engine or backend. `settings`: by the name of the
+    setting, the capability that it needs, and whether the spec uses it.
+    """
+    for setting, (capability, used) in settings.items():
+        if used and not getattr(known[name], capability):
+            having = " or ".join(one for one, can in known.items() if getattr(can, capability))
+            yield f"{setting} needs {word}: {having}, not {name}; set it, or leave {setting} out"
+
+
+def table(known: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
+    """Yield the rows of the documents' table: a capability in words, and what each engine or backend says of it."""
+    for one in fields(next(iter(known.values()))):
+        cells = (getattr(can, one.name) for can in known.values())
+        yield one.metadata["row"], *({True: "yes", False: "no"}.get(cell, cell) for cell in cells)

@@ -1,0 +1,39 @@
+"""Settings that an engine or a train backend cannot do are refused by name."""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+import pytest
+
+from gcore.config import parse_spec
+from gcore.config.capabilities import BACKENDS, ENGINES, table
+from gcore.config.reward import ServingSpec
+from gcore.config.rollout import RolloutSpec
+from gcore.config.train import TrainSpec
+from gcore.errors import SpecError
+
+BASIC: dict[str, Any] = {"name": "job", "model": {"path": "m"}, "data": {"path": "d"}, "flow": {"steps": 1}}
+
+
+def test_each_engine_and_backend_of_the_spec_is_described() -> None:
+    assert set(get_args(RolloutSpec.model_fields["engine"].annotation)) == ENGINES.keys()
+    assert set(get_args(ServingSpec.model_fields["engine"].annotation)) == ENGINES.keys()
+    assert set(get_args(TrainSpec.model_fields["backend"].annotation)) == BACKENDS.keys()
+    for known in (ENGINES, BACKENDS):
+        assert all(len(row) == 1 + len(known) and all(row) for row in table(known))
+
+
+@pytest.mark.parametrize(
+    ("section", "fields", "said"),
+    [
+        ("rollout", {"engine": "torch", "engine_args": ["-x"]}, "engine_args needs engine: sglang, not torch"),
+        ("rollout", {"engine": "torch", "slots_per_engine": 2}, "slots_per_engine needs engine: sglang, not torch"),
+        ("rollout", {"engine": "sglang", "deterministic": True}, "deterministic needs engine: torch, not sglang"),
+        ("train", {"offload_state": True}, "offload_state needs backend: fsdp2, not deepspeed"),
+    ],
+)
+def test_a_setting_beyond_a_capability_names_what_has_it(section: str, fields: dict[str, Any], said: str) -> None:
+    tree = BASIC | {"rollout": {"max_new_tokens": 4}}
+    with pytest.raises(SpecError, match=said):
+        parse_spec(tree | {section: tree.get(section, {}) | fields})
