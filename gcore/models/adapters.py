@@ -19,8 +19,8 @@ from torch import Tensor
 
 from gcore.errors import DataError
 from gcore.models.dtypes import CODES, FLOATS
-from gcore.models.hubs import INDEX, WHOLE
-from gcore.models.layout import ADAPTER_CONFIG, ADAPTER_FILE, TensorShape, file_entry
+from gcore.models.hubs import ADAPTER_CONFIG, INDEX, WHOLE
+from gcore.models.layout import ADAPTER_FILE, TensorShape, file_entry
 from gcore.models.publisher import NamedTensor
 
 _PREFIX = "base_model.model."

@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from gcore.errors import DataError, SpecError
-from gcore.models.hubs import INDEX, WHOLE, ModelError
-from gcore.models.layout import ADAPTER_CONFIG
+from gcore.models.hubs import ADAPTER_CONFIG, INDEX, WHOLE, ModelError
 
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 """File types of pickled weights."""

@@ -7,8 +7,8 @@ import shutil
 from pathlib import Path
 
 from gcore.errors import DataError, UsageError
+from gcore.models.hubs import ADAPTER_CONFIG
 from gcore.models.layout import (
-    ADAPTER_CONFIG,
     ADAPTER_FILE,
     BASE_FILE,
     EMULATED_FILE,

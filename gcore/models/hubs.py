@@ -115,6 +115,8 @@ weights.
 
 INDEX = "model.safetensors.index.json"
 WHOLE = "model.safetensors"
+ADAPTER_CONFIG = "adapter_config.json"
+"""The file that marks a folder with only an adapter (LoRA)."""
 
 NO_ANSWER = (ValueError, TypeError, LookupError, AttributeError, AssertionError)
 """Exceptions that the hubs' clients raise for responses in an unexpected format."""

@@ -28,6 +28,7 @@ from types import TracebackType
 from typing import Literal, Self
 
 from gcore.errors import DataError, GcoreError, explain_os_errors
+from gcore.models.hubs import ADAPTER_CONFIG
 from gcore.schema import Record, RecordPart, UnreadableRecord
 from gcore.system.files import sweep_drafts
 from gcore.types import CHECKPOINTS, Version, checkpoint_file
@@ -41,8 +42,7 @@ EXP_AVG_SQ_FILE = "exp_avg_sq.safetensors"
 MANIFEST_FILE = "manifest.json"
 
 ADAPTER_FILE = "adapter_model.safetensors"
-ADAPTER_CONFIG = "adapter_config.json"
-"""Files of a checkpoint that has only adapters (LoRA), as PEFT names them; it has no `MODEL_FILE`."""
+"""The weights of a checkpoint that has only adapters (LoRA), as PEFT names the file; it has no `MODEL_FILE`."""
 
 BASE_FILE = "base_model.json"
 """A file beside adapters with the digests of the base model's weights."""

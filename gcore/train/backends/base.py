@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from gcore.config.train import CriticSpec, TrainSpec
 from gcore.models.publisher import NamedTensor
@@ -169,8 +168,9 @@ def saved_buffers(module: nn.Module) -> Iterator[NamedTensor]:
 def forward_tensors(module: nn.Module) -> Iterator[Tensor]:
     """Every tensor on this rank that the forward pass of a module uses, whole or split by a backend."""
     for parameter in module.parameters():
-        if isinstance(parameter, DTensor):
-            yield parameter.to_local()
+        # FSDP2's DTensor; its module costs a rank that does not use it a second.
+        if (to_local := getattr(parameter, "to_local", None)) is not None:
+            yield to_local()
             continue
         yield parameter.data
         # Under ZeRO stage 3 a parameter is empty between steps, and this attribute has the rank's part.

@@ -31,8 +31,8 @@ from gcore.models.adapters import (
     tensor_bytes,
 )
 from gcore.models.dtypes import CODES, model_dtype
+from gcore.models.hubs import ADAPTER_CONFIG
 from gcore.models.layout import (
-    ADAPTER_CONFIG,
     ADAPTER_FILE,
     BASE_FILE,
     CRITIC_FOLDER,

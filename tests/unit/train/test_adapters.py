@@ -25,9 +25,8 @@ from gcore.models.adapters import (
 from gcore.models.checks import check_adapters, check_whole
 from gcore.models.dtypes import CODES
 from gcore.models.export import copy_model
-from gcore.models.hubs import ModelError
+from gcore.models.hubs import ADAPTER_CONFIG, ModelError
 from gcore.models.layout import (
-    ADAPTER_CONFIG,
     ADAPTER_FILE,
     BASE_FILE,
     EXP_AVG_FILE,
