@@ -51,6 +51,7 @@ ENTRIES: dict[str, set[str]] = {
     "gcore.system.guard": set(),
     "gcore.tracking.__main__": PYDANTIC,
     "gcore.train.__main__": RANK,
+    "gcore.train.objectives": PYDANTIC | {"numpy", "torch", "torchgen", "tqdm", "yaml"},
     "gcore.train.rank.selftest": set(),
     "gcore.worker.main": PYDANTIC,
     "gcore.worker.sandbox.jail": set(),
