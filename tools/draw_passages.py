@@ -51,7 +51,9 @@ def errors(root: Path) -> Iterator[Passage]:
             if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
                 call = node.exc
                 parts = [*call.args, *(one.value for one in call.keywords)]
-                text = ". ".join(_text(part) for part in parts if isinstance(part, ast.Constant | ast.JoinedStr | ast.Name))
+                text = ". ".join(
+                    _text(part) for part in parts if isinstance(part, ast.Constant | ast.JoinedStr | ast.Name)
+                )
                 yield f"{path}:{node.lineno} {ast.unparse(call.func)}", text
 
 

@@ -130,11 +130,11 @@ def scale_chart(values: Sequence[float], *, clip_first: bool = False) -> tuple[f
     if clip_first and first_is_outlier(known):
         known = known[1:]
     low, high = min(known, default=0.0), max(known, default=1.0)
-    if low == high:
-        return (0.0, 1.0) if 0.0 <= low <= 1.0 else (min(0.0, low), max(0.0, high))
+    if high - low <= 1e-9 * max(1.0, abs(low), abs(high)):
+        return (0.0, 1.0) if low >= 0.0 and high <= 1.0 else (min(0.0, low), max(0.0, high))
     unit = 10.0 ** math.floor(math.log10(high - low))
     step = unit * max(share for share in (0.1, 0.2, 0.5, 1.0) if share * unit * 4 <= high - low)
-    return math.floor(low / step) * step, math.ceil(high / step) * step
+    return min(low, math.floor(low / step) * step), max(high, math.ceil(high / step) * step)
 
 
 def first_is_outlier(values: Sequence[float]) -> bool:

@@ -4,7 +4,7 @@ import io
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from rich.console import Console
 
@@ -170,6 +170,8 @@ def test_the_map_of_shards_is_drawn_only_while_they_move_or_an_owner_is_missing(
 
 
 @given(st.floats(-1e6, 1e6), st.lists(st.floats(-1e3, 1e3), min_size=2, max_size=30))
+@example(0.0, [10.0, -5e-324])
+@example(0.0, [0.0, 5e-324])
 def test_a_first_step_never_flattens_the_chart_of_the_others(first, rest):
     low, high = scale_chart([first, *rest], clip_first=True)
     span = max(rest) - min(rest)
@@ -180,6 +182,8 @@ def test_a_first_step_never_flattens_the_chart_of_the_others(first, rest):
 
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=30))
+@example([0.0, -5e-324])
+@example([1e6, 1e6 - 1e-9])
 def test_a_chart_without_clipping_contains_all_its_values(values):
     low, high = scale_chart(values)
     assert low < high

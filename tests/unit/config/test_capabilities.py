@@ -8,7 +8,7 @@ import pytest
 
 from gcore.config import parse_spec
 from gcore.config.capabilities import BACKENDS, ENGINES, table
-from gcore.config.reward import ServingSpec
+from gcore.config.reward import JudgeServing
 from gcore.config.rollout import RolloutSpec
 from gcore.config.train import TrainSpec
 from gcore.errors import SpecError
@@ -18,7 +18,7 @@ BASIC: dict[str, Any] = {"name": "job", "model": {"path": "m"}, "data": {"path":
 
 def test_each_engine_and_backend_of_the_spec_is_described() -> None:
     assert set(get_args(RolloutSpec.model_fields["engine"].annotation)) == ENGINES.keys()
-    assert set(get_args(ServingSpec.model_fields["engine"].annotation)) == ENGINES.keys()
+    assert set(get_args(JudgeServing.model_fields["engine"].annotation)) == ENGINES.keys()
     assert set(get_args(TrainSpec.model_fields["backend"].annotation)) == BACKENDS.keys()
     for known in (ENGINES, BACKENDS):
         assert all(len(row) == 1 + len(known) and all(row) for row in table(known))
