@@ -44,7 +44,7 @@ class BackendCapabilities:
     offload_state: bool = _row("weights, gradients and Adam's state in host memory (`train.offload_state`, GPUs only)")
     adapters: bool = _row("adapters (`train.lora`)")
     checkpointing: bool = _row("activation checkpointing")
-    rest: bool = _row("releases its memory between steps (`placement.policy: colocated`)")
+    rest: bool = _row("releases its memory between steps (`placement.memory: in_turns`)")
     replicas: bool = _row("replicas in memory, and worlds that grow and shrink")
     exchange: bool = _row("continues checkpoints and replicas of the other backend")
     sequence_parallel: bool = _row("sequence parallelism")

@@ -148,16 +148,21 @@ def check_whole(folder: Path) -> None:
     The header of a safetensors file says where its last tensor ends. The check runs before anything starts; otherwise
     every engine and rank would fail. It needs no torch and does not read the tensors.
     """
+    whole = (folder / INDEX).is_file() or (folder / WHOLE).is_file()
+    if (folder / ADAPTER_CONFIG).is_file():
+        raise ModelError(
+            f"the folder has a model and {ADAPTER_CONFIG}, for which transformers loads another model"
+            if whole
+            else "the folder has an adapter and not the whole model",
+            where=str(folder),
+            fix=f"Remove {ADAPTER_CONFIG}"
+            if whole
+            else "Merge it with its base model: `gcore export` does for a job with train.lora",
+        )
     if (folder / INDEX).is_file():
         files = _files_of_index(folder / INDEX)
     else:
         files = [WHOLE]
-        if not (folder / WHOLE).is_file() and (folder / ADAPTER_CONFIG).is_file():
-            raise ModelError(
-                "the folder has an adapter and not the whole model",
-                where=str(folder),
-                fix="Merge it with its base model: `gcore export` does for a job with train.lora",
-            )
         if not (folder / WHOLE).is_file():
             raise ModelError(
                 f"the model folder has no weights ({WHOLE})",

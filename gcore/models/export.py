@@ -46,17 +46,18 @@ def copy_model(
         raise CheckpointDamaged(
             "the folder's content differs from the registered checkpoint", where=str(checkpoint / MANIFEST_FILE)
         )
-    merges = ADAPTER_CONFIG in proven and not adapter
-    if ADAPTER_CONFIG not in proven and (adapter or base is not None):
+    merges = ADAPTER_FILE in proven and not adapter
+    if ADAPTER_FILE not in proven and (adapter or base is not None):
         raise UsageError(
             "the checkpoint has a whole model and no adapter",
             where=str(checkpoint),
             fix="Leave --adapter and --base out",
         )
     weights = sorted(path.name for path in checkpoint.glob("*.safetensors*") if path.name not in TRAINING_FILES)
-    names = [name for name in (*companion_files(checkpoint), *weights) if name in proven]
+    beside = (ADAPTER_CONFIG, BASE_FILE) if adapter else ()
+    names = [name for name in (*companion_files(checkpoint), *weights, *beside) if name in proven]
     if merges:
-        names = [name for name in names if name not in (ADAPTER_FILE, ADAPTER_CONFIG, BASE_FILE)]
+        names.remove(ADAPTER_FILE)
     to.parent.mkdir(parents=True, exist_ok=True)
     with replace_folder(to, owner="copy", durable=True) as temporary:
         for name in names:

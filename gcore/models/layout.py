@@ -53,7 +53,7 @@ EMULATED_FILE = "emulated.json"
 CRITIC_FOLDER = "critic"
 """Subfolder of a checkpoint that contains the critic."""
 
-TRAINING_FILES = frozenset({EXP_AVG_FILE, EXP_AVG_SQ_FILE, MANIFEST_FILE})
+TRAINING_FILES = frozenset({EXP_AVG_FILE, EXP_AVG_SQ_FILE, MANIFEST_FILE, ADAPTER_CONFIG, BASE_FILE})
 """Files of a checkpoint that are needed to continue training and are not part of a model."""
 
 WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf", ".h5")
@@ -243,7 +243,7 @@ def verify_checkpoint(folder: Path) -> Manifest:
     Raises CheckpointDamaged with the file's name.
     """
     manifest = read_manifest(folder)
-    weights = ADAPTER_FILE if ADAPTER_CONFIG in manifest.files else MODEL_FILE
+    weights = ADAPTER_FILE if ADAPTER_FILE in manifest.files else MODEL_FILE
     for needed in (weights, EXP_AVG_FILE, EXP_AVG_SQ_FILE, "config.json"):
         if needed not in manifest.files:
             raise CheckpointDamaged(f"the manifest does not list {needed}", where=str(folder / MANIFEST_FILE))

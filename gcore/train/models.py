@@ -22,7 +22,7 @@ from gcore.config.train import CriticSpec, TrainSpec
 from gcore.errors import DataError
 from gcore.models.dtypes import model_dtype
 from gcore.models.layout import critic_folder
-from gcore.train.backends.adapters import BaseModel, add_adapters, load_adapters
+from gcore.train.backends.adapters import BaseReference, add_adapters, load_adapters
 from gcore.train.backends.base import OptimizerSettings, TrainBackend, forward_tensors
 from gcore.train.backends.packed_attention import NAME, PACKED, UnsupportedPackedAttention
 from gcore.train.batching import Feeding, LogitsOf, ModelInputs
@@ -226,7 +226,7 @@ class RankModels:
 
     policy: TrainBackend
     """The model whose log-probabilities are trained and whose weights engines serve. Its outputs are logits."""
-    reference: Reference | BaseModel | None
+    reference: Reference | BaseReference | None
     critic: TrainBackend | None = None
     """Its outputs are values, one for each scored token."""
 
@@ -289,10 +289,10 @@ def load_models(
 
 def _reference(
     policy: TrainBackend, original: nn.Module | None, train: TrainSpec, device: torch.device
-) -> Reference | BaseModel | None:
+) -> Reference | BaseReference | None:
     if original is not None:
         return Reference(original, train, device)
-    return BaseModel(policy) if train.kl_coef > 0 else None
+    return BaseReference(policy) if train.kl_coef > 0 else None
 
 
 def _split(module: nn.Module, train: TrainSpec, own: TrainSpec | CriticSpec, feeding: Feeding) -> TrainBackend:

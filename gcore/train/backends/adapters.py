@@ -79,7 +79,7 @@ def adapter_config(module: nn.Module, lora: LoraSpec, base: Path) -> AdapterConf
     return AdapterConfig(str(base), lora.rank, lora.scale * lora.rank, tuple(sorted(targets)))
 
 
-class BaseModel:
+class BaseReference:
     """The policy without its adapters: the reference of a job with adapters, which needs no second model."""
 
     def __init__(self, policy: TrainBackend) -> None:

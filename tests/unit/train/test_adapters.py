@@ -33,11 +33,12 @@ from gcore.models.layout import (
     EXP_AVG_SQ_FILE,
     MANIFEST_FILE,
     Manifest,
+    companion_files,
     copy_companions,
     file_entry,
 )
 from gcore.testing.models import make_tiny_model
-from gcore.train.backends.adapters import BaseModel, adapter_config, add_adapters, load_adapters
+from gcore.train.backends.adapters import BaseReference, adapter_config, add_adapters, load_adapters
 from gcore.train.hf_models import load_module
 
 LORA = LoraSpec(rank=4, alpha=6)
@@ -146,7 +147,7 @@ def test_the_sum_is_rounded_once(model: Path, tmp_path: Path) -> None:
 def test_the_reference_is_the_model_without_its_adapters(model: Path) -> None:
     module = adapted(model)
     before = logits(module)
-    reference = BaseModel(Policy(module))  # type: ignore[arg-type]
+    reference = BaseReference(Policy(module))  # type: ignore[arg-type]
     with reference.awake() as outputs_of:
         assert torch.equal(outputs_of(IDS), logits(load_module(model, torch.float32)))  # type: ignore[arg-type]
     assert torch.equal(logits(module), before)
@@ -231,6 +232,15 @@ def test_an_adapter_is_merged_with_its_own_base_model_only(model: Path, tmp_path
     assert not (tmp_path / "to").exists()
     with pytest.raises(ModelError, match=r"the folder has an adapter and not the whole model"):
         check_whole(folder)
+
+
+def test_a_models_own_adapter_configuration_is_refused_and_never_copied(model: Path, tmp_path: Path) -> None:
+    both = shutil.copytree(model, tmp_path / "both")
+    check_whole(both)
+    (both / ADAPTER_CONFIG).write_text("{}")
+    with pytest.raises(ModelError, match=r"a model and adapter_config.json.*Remove adapter_config.json"):
+        check_whole(both)
+    assert ADAPTER_CONFIG not in companion_files(both)
 
 
 @pytest.mark.parametrize(
