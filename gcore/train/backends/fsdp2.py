@@ -61,6 +61,9 @@ class Fsdp2Backend:
         self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
         self._served = torch.bfloat16 if how.half else torch.float32
         buffers = {name: one.detach().clone() for name, one in module.named_buffers()}
+        for parameter in module.parameters():
+            if not parameter.requires_grad and parameter.is_floating_point():
+                parameter.data = parameter.data.to(self._served)  # only what is trained needs float32
         _shard(module, half=how.half, device=feeding.device, reshard=how.zero_stage == 3, offload=how.offload_state)
         for name, buffer in module.named_buffers():
             buffer.data = buffers[name].to(feeding.device)  # rotary frequencies need full precision

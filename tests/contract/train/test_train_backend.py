@@ -63,7 +63,9 @@ def world() -> Iterator[None]:
 REAL = ("zero1", "zero2", "zero3", "fsdp1", "fsdp3", "fsdp offloaded")
 
 
-def made(name: str, weights: dict[str, Tensor] | None = None, frozen: Sequence[str] = ()) -> TrainBackend:
+def made(
+    name: str, weights: dict[str, Tensor] | None = None, frozen: Sequence[str] = (), *, half: bool = False
+) -> TrainBackend:
     """The model as it is made, or with these weights, in a backend whose name ends with its stage. `frozen`: parameters."""
     module = Bigram()
     for parameter_name in frozen:
@@ -75,7 +77,7 @@ def made(name: str, weights: dict[str, Tensor] | None = None, frozen: Sequence[s
 
         return FakeTrainBackend(module, FEEDING, logits_of(module), betas=BETAS, max_grad_norm=CLIP)
     offload = name.endswith("offloaded")
-    how = OptimizerSettings(3 if offload else int(name[-1]), False, BETAS, 0.0, CLIP, offload)
+    how = OptimizerSettings(3 if offload else int(name[-1]), half, BETAS, 0.0, CLIP, offload)
     if name.startswith("fsdp"):
         from gcore.train.backends.fsdp2 import Fsdp2Backend
 
@@ -283,6 +285,17 @@ def test_a_frozen_parameter_is_not_trained_and_the_others_are_as_without_it(name
         assert list(everything(backend, kind)) == list(plain)
     frozen = [one for one in backend.forward_tensors() if one.numel() == before.numel()]
     assert any(torch.equal(one.flatten(), before.flatten()) for one in frozen), "its values are as they were"
+
+
+@pytest.mark.usefixtures("world")
+@pytest.mark.parametrize("name", ["zero2", "zero3", "fsdp1", "fsdp3"])
+def test_a_frozen_parameter_takes_the_memory_of_the_forward_pass_dtype(name: str) -> None:
+    backend = made(name, frozen=["first.weight"], half=True)
+    before = Bigram().first.weight.bfloat16().flatten()
+    learn(backend, 0.1)
+    held = [one for one in backend.forward_tensors() if one.numel() == before.numel()]
+    assert any(one.dtype == torch.bfloat16 and torch.equal(one.flatten(), before) for one in held)
+    assert {one.tensor.dtype for one in backend.tensors("master")} == {torch.float32}
 
 
 def test_one_rank_updates_every_part_of_every_parameter(backend: TrainBackend) -> None:
