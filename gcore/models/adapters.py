@@ -18,8 +18,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from gcore.errors import DataError
+from gcore.models.checks import weight_files
 from gcore.models.dtypes import CODES, FLOATS
-from gcore.models.hubs import ADAPTER_CONFIG, INDEX, WHOLE
+from gcore.models.hubs import ADAPTER_CONFIG
 from gcore.models.layout import ADAPTER_FILE, TensorShape, file_entry
 from gcore.models.publisher import NamedTensor
 
@@ -74,7 +75,7 @@ class AdapterConfig:
 
 def stored_tensors(folder: Path) -> Iterator[NamedTensor]:
     """Yield the tensors of a model folder's safetensors files, in the order of the files. Raises DataError."""
-    for path in _weight_files(folder):
+    for path in weight_files(folder):
         try:
             with safe_open(path, framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118  (a safetensors file is not a mapping)
@@ -86,7 +87,7 @@ def stored_tensors(folder: Path) -> Iterator[NamedTensor]:
 def stored_shapes(folder: Path) -> dict[str, TensorShape]:
     """Dtype and shape of each tensor in a model folder, in the order of `stored_tensors`. Raises DataError."""
     found: dict[str, TensorShape] = {}
-    for path in _weight_files(folder):
+    for path in weight_files(folder):
         try:
             with safe_open(path, framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118
@@ -122,7 +123,7 @@ def merged_tensors(
 
 def describe_base(folder: Path) -> bytes:
     """The content of `BASE_FILE`: the SHA-256 of each weight file of the base model. Reads all of it. Raises OSError."""
-    return json.dumps({path.name: file_entry(path).sha256 for path in _weight_files(folder)}, indent=2).encode()
+    return json.dumps({path.name: file_entry(path).sha256 for path in weight_files(folder)}, indent=2).encode()
 
 
 def served_shapes(stored: Mapping[str, TensorShape], dtype: torch.dtype) -> dict[str, TensorShape]:
@@ -152,14 +153,3 @@ def _foreign(base: Path, name: str) -> DataError:
     return DataError(
         f"the adapter {name} fits no matrix of the base model", where=str(base), fix="Name the model it was trained on"
     )
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    index = folder / INDEX
-    if not index.is_file():
-        return [folder / WHOLE]
-    try:
-        named = json.loads(index.read_bytes())["weight_map"].values()
-        return [folder / name for name in dict.fromkeys(map(str, named))]
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise DataError("cannot read the index of the weights", where=str(index)) from error

@@ -179,7 +179,7 @@ def check_adapters(folder: Path, targets: Iterable[str], rank: int) -> None:
     A target is a layer's name or the end of it; "" stands for all matrices of numbered layers. The rank checks again
     when it has loaded the model, because files do not say which matrices are linear layers.
     """
-    shapes = {name: shape for path in _weight_paths(folder) for name, shape in _matrices(path)}
+    shapes = {name: shape for path in weight_files(folder) for name, shape in _matrices(path)}
     for target in targets:
         own = re.compile(rf"(.*\.)?{re.escape(target)}" if target else r".*\.\d+\..*")
         chosen = {name: one for name, one in shapes.items() if own.fullmatch(name)}
@@ -197,7 +197,8 @@ def check_adapters(folder: Path, targets: Iterable[str], rank: int) -> None:
             )
 
 
-def _weight_paths(folder: Path) -> list[Path]:
+def weight_files(folder: Path) -> list[Path]:
+    """Return the safetensors files of a model folder. Raises ModelError if the index cannot be read or files are missing."""
     names = _files_of_index(folder / INDEX) if (folder / INDEX).is_file() else [WHOLE]
     return [folder / name for name in names]
 
