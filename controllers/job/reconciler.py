@@ -167,6 +167,7 @@ class Reconciler:
         buffer: GroupBuffer,
         note_scoring: Callable[[], None],
         note_engines: Callable[[], None],
+        is_current: Callable[[], bool],
         cluster: ClusterMirror,
         launcher: WorkerLauncher,
         pools: Mapping[str, EnginePool],
@@ -176,11 +177,13 @@ class Reconciler:
         clock: Clock,
     ) -> None:
         """`note_scoring`: polls the load of reward functions and judges; `note_engines`: records which engines are
-        idle. Both are called in each cycle."""
+        idle. Both are called in each cycle. `is_current`: whether the session has the job's present settings; without
+        them it must not act on newer records."""
         self._job = job
         self._buffer = buffer
         self._note_scoring = note_scoring
         self._note_engines = note_engines
+        self._is_current = is_current
         self._cluster = cluster
         self._launcher = launcher
         self._pools = pools
@@ -215,6 +218,9 @@ class Reconciler:
                 pool.look_after(len(self._job.mirror.members))
             self._note_scoring()
             view = self._job.look()
+            if not self._is_current():
+                await self._job.changes.wait(LOOK_ANYWAY_S)
+                continue
             asleep = sleeping_engines(view)
             for pool in self._pools.values():
                 pool.shut(asleep)

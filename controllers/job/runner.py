@@ -41,6 +41,7 @@ from gcore.config.load import stored_spec
 from gcore.config.node import NodeConfig
 from gcore.config.spec import JobSpec
 from gcore.errors import StoreUnavailable
+from gcore.ledger.chain import job_digest
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records.job import JobRecord
 from gcore.ledger.transactions import TransactionExecutor
@@ -189,7 +190,7 @@ class JobRunner:
                 await self._unless(watching, self.changes.wait())
             if not self.mirror.has_ended:
                 self._recorder.begin()
-                await self._unless(watching, self._work(self.mirror.job.record))
+                await self._unless(watching, self._work())
             if self.mirror.has_ended:
                 await self._recorder.finish()
         finally:
@@ -214,11 +215,13 @@ class JobRunner:
         finally:
             task.cancel()
 
-    async def _work(self, job: JobRecord) -> None:
-        spec = stored_spec(job.spec)
+    async def _work(self) -> None:
+        """Run sessions until the job has ended: if the job's settings change, another session replaces the present one."""
         control_group = await asyncio.to_thread(self._dependencies.group_of_job)
-        self._session = self.make_session(spec, job, control_group)
-        await self._session.run()
+        while not self.mirror.has_ended:
+            job = self.mirror.job_record
+            self._session = self.make_session(stored_spec(job.spec), job, control_group)
+            await self._session.run()
 
     def make_session(self, spec: JobSpec, job: JobRecord, control_group: str) -> JobSession:
         """Build the session. `job`: the record, with the run's folder on this node; `control_group`: cgroup of the
@@ -266,7 +269,7 @@ class JobRunner:
                 self._goes_on = True
             if self._goes_on:  # another runner continues the extended job
                 return
-            if so_far.job is not None and now.job is not None and so_far.job.record != now.job.record:
+            if so_far.job is not None and now.job is not None and _is_another(so_far.job.record, now.job.record):
                 raise NodeNotReady("the job ended and was continued before this node saw that it had ended")
             if lost := now.lost_keys():  # before any part uses the records
                 raise RecordsLost(lost_sentence(lost))
@@ -281,3 +284,8 @@ class JobRunner:
         self.telemetry.note(before, batch, self.mirror)
         if self._session is not None:
             self._session.work.note(before, self.mirror)
+
+
+def _is_another(before: JobRecord, now: JobRecord) -> bool:
+    """Whether more than execution settings differs between a job's records."""
+    return before != now and job_digest(before) != job_digest(now)

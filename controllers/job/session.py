@@ -241,6 +241,7 @@ class JobSession(LiveJob):
         self.identity = identity
         self.cluster = cluster
         self._records = records
+        self._job_revision = 0 if records.mirror.job is None else records.mirror.job.revision
         self._unanswered = (0, 0)
         """The number of transactions without a response so far, and the revision of the mirror at the last of them."""
         self._memo = Memo()
@@ -347,6 +348,11 @@ class JobSession(LiveJob):
         assert self.mirror.job is not None
         return self.mirror.job.record
 
+    @property
+    def is_current(self) -> bool:
+        """Whether the job's record is the one that this session was built with. Otherwise another session replaces it."""
+        return self.mirror.job is None or self.mirror.job.revision == self._job_revision
+
     def has_more(self) -> bool:
         """Whether steps are left to train. A rollback after the last step makes this true again."""
         return not self.mirror.has_ended and self.mirror.head is not None and not self.look().is_over
@@ -406,7 +412,7 @@ class JobSession(LiveJob):
             self.dependencies.telemetry.note_engines(self.look(), self.engines.busy, held_back=self.work.is_held_back)
 
     async def run(self) -> None:
-        """Prepare this node and work on the job until it has ended."""
+        """Prepare this node and work on the job until it has ended or its settings have changed."""
         head, dependencies = self._head_version(), self.dependencies
         usage = UsageWriter(dependencies.store, self.record, self.node, dependencies.clock)
         await dependencies.telemetry.slot_accounting.begin(self.spec, self.run_dir, head, usage)
@@ -549,6 +555,7 @@ class JobWork:
             buffer=session.buffer,
             note_scoring=session.note_scoring,
             note_engines=session.note_engines,
+            is_current=lambda: session.is_current,
             cluster=session.cluster,
             launcher=dependencies.launcher,
             pools=session.pools,
@@ -584,7 +591,7 @@ class JobWork:
         self._planner.note(before, after)
 
     async def run(self) -> None:
-        """Run all parts concurrently until the job has ended, then stop them in order."""
+        """Run all parts concurrently until the job has ended or its settings have changed, then stop them in order."""
         session, dependencies = self._session, self._session.dependencies
         accounting = dependencies.telemetry.slot_accounting
         accounting_task = start_background_task(accounting.run(), f"books {session.uid}")
@@ -604,7 +611,7 @@ class JobWork:
                 if dependencies.disk_gib is not None:
                     work["quota"] = self._quota(dependencies.disk_gib).run()
                 tasks = [parts.create_task(one, name=f"{name} {session.uid}") for name, one in work.items()]
-                await session.changes.until(lambda: session.mirror.has_ended)
+                await session.changes.until(lambda: session.mirror.has_ended or not session.is_current)
                 for task in tasks:
                     task.cancel()
         finally:

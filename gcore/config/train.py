@@ -222,6 +222,10 @@ PARTS = 8
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
+EXECUTION_SETTINGS = ("backend", "offload_state")
+"""Fields of `train` that may change while a job is unfinished: how a step is computed, not which values it computes."""
+
+
 class TrainSpec(Section):
     """The optimizer, the loss and the train world."""
 

@@ -17,6 +17,7 @@ import json
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
+from gcore.config.train import EXECUTION_SETTINGS
 from gcore.data.order import Cursors, StreamShape
 from gcore.ledger.balance import balance_samples
 from gcore.ledger.records.chain import (
@@ -54,8 +55,12 @@ def head_digest(head: Head) -> str:
 def job_digest(job: JobRecord) -> str:
     """BLAKE2b digest of the job: its spec with seed and shards, its data and its models; 32 hex digits.
 
-    The run folder is excluded, because nodes without a shared folder each have their own.
+    Excluded are the run folder, because nodes without a shared folder each have their own, and the settings that may
+    change while the job is unfinished (`EXECUTION_SETTINGS`).
     """
+    if isinstance(train := job.spec.get("train"), dict):
+        bound = {name: value for name, value in train.items() if name not in EXECUTION_SETTINGS}
+        job = job.model_copy(update={"spec": {**job.spec, "train": bound}})
     return _digest(job, "run_dir")
 
 

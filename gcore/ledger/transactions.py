@@ -85,6 +85,7 @@ class TxnKind(StrEnum):
     ROLLBACK = "rollback"
     STATUS = "status"
     EXTEND = "extend"
+    SETTINGS = "settings"
     REPLAN = "replan"
     STOCK = "stock"
     FOLDER = "folder"
@@ -523,8 +524,10 @@ def start(
 
 
 @dataclass(frozen=True, slots=True)
-class EndedJob:
-    """Records of an ended job that `extend` compares. `named`: revision of the key that maps its name to this job."""
+class StoredJob:
+    """Records of a job that has started, with which changes of its spec are compared. `named`: revision of the key that
+    maps its name to this job.
+    """
 
     job: Versioned[JobRecord]
     status: Versioned[JobStatus]
@@ -533,8 +536,31 @@ class EndedJob:
     plan: Versioned[Plan]
     named: int
 
+    def compares(self, keys: JobKeys) -> tuple[Compare, ...]:
+        """Compare all of them."""
+        return (
+            Compare(keys.state, self.status.revision),
+            Compare(keys.job, self.job.revision),
+            Compare(keys.head, self.head.revision),
+            Compare(keys.checkpoints, self.checkpoints.revision),
+            Compare(keys.plan, self.plan.revision),
+            Compare(store_keys.name(self.job.record.name, self.job.record.namespace), self.named),
+        )
 
-def extend(keys: JobKeys, ended: EndedJob, advance: chain.Advance, claim: Claim) -> Transaction:
+    def suspended_plan(self, advance: chain.Advance) -> Plan:
+        """The next plan, which places nothing until the job has slots."""
+        generation, head = self.plan.record.generation + 1, advance.head
+        return Plan(
+            generation=generation,
+            world=head.world,
+            ranks=(),
+            engines=(),
+            reason=advance.entry.reason,
+            stands_still=True,
+        )
+
+
+def extend(keys: JobKeys, ended: StoredJob, advance: chain.Advance, claim: Claim) -> Transaction:
     """Continue a job in phase SUCCEEDED to a higher goal. This is the only way out of a final phase.
 
     `advance`: rollback to a checkpoint with `raised` set, from `chain.rollback_entry`. `claim`: the slots that the job
@@ -548,27 +574,42 @@ def extend(keys: JobKeys, ended: EndedJob, advance: chain.Advance, claim: Claim)
     if ended.head.record.deleted:
         raise ValueError("the job is being deleted and cannot continue")
     job, reason = ended.job.record, advance.entry.reason
-    generation, world = ended.plan.record.generation + 1, advance.head.world
-    plan = Plan(generation=generation, world=world, ranks=(), engines=(), reason=reason, stands_still=True)
     running = JobStatus(phase=JobPhase.RUNNING, reason=reason, changed=claim.created)
     hints = (keys.member_prefix, keys.offer_prefix, keys.part_prefix, keys.copies_prefix, keys.folder_prefix)
     return Transaction(
         TxnKind.EXTEND,
-        (
-            Compare(keys.state, ended.status.revision),
-            Compare(keys.job, ended.job.revision),
-            Compare(keys.head, ended.head.revision),
-            Compare(keys.checkpoints, ended.checkpoints.revision),
-            Compare(keys.plan, ended.plan.revision),
-            Compare(store_keys.name(job.name, job.namespace), ended.named),
-        ),
+        ended.compares(keys),
         (
             *_advance(keys, advance),
             Put(keys.job, job.with_goal(raised.what, raised.after).encode()),
             Put(keys.state, running.encode()),
-            Put(keys.plan, plan.encode()),
+            Put(keys.plan, ended.suspended_plan(advance).encode()),
             Put(keys.active, claim.encode()),
             *(Delete(prefix, prefix=True) for prefix in (keys.seal_prefix, *hints)),
+        ),
+        nonce=advance.head.nonce,
+    )
+
+
+def change_settings(keys: JobKeys, job: StoredJob, advance: chain.Advance, changed: JobRecord) -> Transaction:
+    """Give an unfinished job other settings of how its steps are computed, and suspend it at a checkpoint.
+
+    `advance`: rollback to the checkpoint, from `chain.rollback_entry`. `changed`: the new record. The job resumes with
+    its slots. A controller receives the new settings together with the end of the old world, so that all ranks of the
+    next one have them. Raises ValueError if the job has ended or is being deleted, or if more would change.
+    """
+    if job.status.record.phase.ended or job.head.record.deleted:
+        raise ValueError("only an unfinished job can change its settings")
+    if chain.job_digest(changed) != chain.job_digest(job.job.record):
+        raise ValueError("an unfinished job can only change settings that its digest excludes")
+    return Transaction(
+        TxnKind.SETTINGS,
+        job.compares(keys),
+        (
+            *_advance(keys, advance),
+            Put(keys.job, changed.encode()),
+            Put(keys.plan, job.suspended_plan(advance).encode()),
+            Delete(keys.seal_prefix, prefix=True),
         ),
         nonce=advance.head.nonce,
     )

@@ -1,4 +1,5 @@
-"""Simulate, in simulated time, a succeeded job that continues to a higher goal while its nodes end it and while they are killed."""
+"""Simulate, in simulated time, changes of a job's spec: a succeeded job continues to a higher goal, and a running one with another train
+backend, while nodes are killed."""
 
 from __future__ import annotations
 
@@ -22,3 +23,10 @@ def test_continued_job_trains_earlier_prompts_once_under_random_faults(seed: int
     ended = tell_story(replace(Story.of(seed), goes_on=2))
     assert not ended.wrong, ended.why
     assert any("the job goes on" in line for line in ended.history)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_job_whose_backend_changes_trains_each_prompt_once_and_never_with_both_in_a_world(seed: int) -> None:
+    ended = tell_story(replace(Story.of(seed), changes=3))
+    assert not ended.wrong, ended.why
+    assert any("is to be trained with fsdp2" in line for line in ended.history)

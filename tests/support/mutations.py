@@ -166,6 +166,7 @@ COMPARED = {
     "rollback": ("head", "ckpts", "plan", "seal/"),
     "delete_job": ("head", "state"),
     "extend": ("state", "job", "head", "ckpts", "plan", "names/"),
+    "change_settings": ("state", "job", "head", "ckpts", "plan", "names/"),
     "delete_rest": ("head", "state"),
     "start": ("state", "head"),
     "set_status": ("state", "head", "seal/"),

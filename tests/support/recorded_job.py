@@ -13,7 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, cast
 
-from controllers.api.submission.extension import extend_transaction, find_last_state
+from controllers.api.submission.spec_changes import extend_transaction, find_last_state
 from gcore.ledger import archive, chain, transactions
 from gcore.ledger.archive import mirror_of
 from gcore.ledger.balance import balance_samples
@@ -44,6 +44,7 @@ SPEC = {
     "data": {"path": "train.jsonl", "shards": 4, "window": 8},
     "flow": {"epochs": 1, "count": "prompts", "groups_per_step": 4, "samples_per_prompt": 2},
     "rollout": {"max_new_tokens": 4},
+    "train": {},
     "checkpoint": {"every": 2},
 }
 PROMPTS = 40

@@ -36,7 +36,12 @@ from simulated_story import Ended, Story
 from simulated_workers import Engine, Floor, Rank, Worker
 from virtual_time import NothingLeft, Process, ProcessClock, VirtualLoop
 
-from controllers.api.submission.extension import extend_transaction, find_last_state
+from controllers.api.submission.spec_changes import (
+    changed_settings,
+    extend_transaction,
+    find_last_state,
+    settings_transaction,
+)
 from controllers.changes import ChangeSignal
 from controllers.daemon.daemon import Daemon
 from controllers.daemon.incarnation import Addresses, DaemonState, Incarnation
@@ -44,6 +49,7 @@ from controllers.job.runner import JobRunner
 from controllers.rules.decide import decide
 from controllers.rules.waits import current_waits
 from gcore.config import NodeConfig
+from gcore.config.load import stored_spec
 from gcore.ledger import transactions
 from gcore.ledger.records.chain import RaisedGoal
 from gcore.ledger.records.job import JobPhase, JobRecord, JobStatus
@@ -259,7 +265,7 @@ class SimulatedCluster:
         """The story."""
         for number in range(self.story.nodes):
             self.add_node(f"n{number}").start()
-        for work in (self._housekeep(), self._go_on_after_ends()):
+        for work in (self._housekeep(), self._go_on_after_ends(), self._change_settings()):
             asyncio.get_running_loop().create_task(work)
         # A job that does not fit on the nodes that are there when it is started fails, as it should.
         while len(self.store.listing(keys.NODES).kvs) < self.story.nodes and not self.wrong:
@@ -332,6 +338,24 @@ class SimulatedCluster:
         self.store.transact(txn.compares, txn.writes)
         return raised
 
+    async def _change_settings(self) -> None:
+        """Submit the running job with the other train backend, as often as its story says."""
+        for _ in range(self.story.changes):
+            await self._pass(random.Random(f"{self.story.seed} {self.loop.now}").expovariate(0.1))
+            mirror = self.invariants.mirror
+            if self.wrong or mirror.head is None or mirror.status is None or mirror.status.record.phase.ended:
+                continue
+            named = self.store.listing(keys.name(self.job.name)).kvs[0].mod_revision
+            job, _, entry = find_last_state(mirror, named, ended=False)
+            spec = stored_spec(job.job.record.spec)
+            other = "fsdp2" if spec.train.backend == "deepspeed" else "deepspeed"
+            spec = spec.model_copy(update={"train": spec.train.model_copy(update={"backend": other})})
+            changed = changed_settings(job.job.record, spec)
+            assert changed is not None
+            txn = settings_transaction(JobKeys(UID), job, entry, changed, by="api")
+            self.store.transact(txn.compares, txn.writes)
+            self.tell(f"the job is to be trained with {other}")
+
     def _note_end(self, _: object) -> None:
         status = self.invariants.mirror.status
         if status is not None and status.record.phase is JobPhase.SUCCEEDED:
@@ -382,7 +406,7 @@ def in_place(cluster: SimulatedCluster) -> Iterator[None]:
             "controllers.job.effects",
             "controllers.identity",
             "controllers.job.rollback",
-            "controllers.api.submission.extension",
+            "controllers.api.submission.spec_changes",
             "controllers.rules.world",
         ):
             if not hasattr(importlib.import_module(module), "uuid"):

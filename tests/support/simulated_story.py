@@ -43,6 +43,8 @@ class Story:
     """Whether controllers plan as in production (`simulated_planning`)."""
     goes_on: int = 0
     """How often the job, when it has succeeded, goes on to a higher goal."""
+    changes: int = 0
+    """How often the train backend is changed while the job runs."""
 
     @classmethod
     def of(cls, seed: int) -> Story:
@@ -71,6 +73,7 @@ class Story:
             fault_every_s=chance.choice([3.0, 6.0, 12.0]),
             faults_s=chance.choice([40.0, 80.0]),
             goes_on=random.Random(f"goes on {seed}").choice([0, 0, 0, 1, 2]),
+            changes=random.Random(f"changes {seed}").choice([0, 0, 0, 1, 3]),
         ).streamed(chance)
 
     def streamed(self, chance: random.Random) -> Story:

@@ -200,7 +200,11 @@ class Rank(Worker):
         self._accumulated: list[PromptRef] = []
         """What the parts of the step to come were, so far."""
         self.floor.ranks[spec.instance] = self
-        self.floor.worlds.setdefault(spec.world, []).append(self)
+        self.backend = child["spec"]["train"].get("backend", "deepspeed")
+        world = self.floor.worlds.setdefault(spec.world, [])
+        if world and world[0].backend != self.backend:
+            self.floor.wrong(f"{spec.instance} starts with {self.backend} in a world of {world[0].backend}")
+        world.append(self)
         if not self.damage and len(self.content) != self.state.done:
             self.floor.wrong(f"{spec.instance} starts at step {self.state.done} with weights of {len(self.content)}")
 

@@ -32,7 +32,13 @@ from controllers.api.submission.checks import (
     judge_remote_code,
     judge_revisions,
 )
-from controllers.api.submission.extension import changed_keys, extend_job, raised_goal
+from controllers.api.submission.spec_changes import (
+    change_settings,
+    changed_keys,
+    changed_settings,
+    extend_job,
+    raised_goal,
+)
 from controllers.job.preparation import check_unchanged
 from gcore.config.load import new_spec
 from gcore.config.spec import JobSpec
@@ -194,8 +200,8 @@ class Submitter:
 
     async def _same_or_ended(self, uid: str, spec: JobSpec) -> str | None:
         """Return `uid`, the job that has this name, if the request refers to it: it has not ended, or has succeeded and
-        continues with a higher goal. None if it is replaced by a new job. Raises Conflict if it has not ended and its
-        spec differs."""
+        continues with a higher goal. None if it is replaced by a new job. An unfinished job continues with other
+        execution settings. Raises Conflict if its spec differs in others."""
         mirror = await self._jobs.mirror(uid)
         if mirror.job is None or mirror.status is None:
             return None
@@ -206,6 +212,16 @@ class Submitter:
             await self._checked(spec)
             check_unchanged(mirror.job.record, await asyncio.to_thread(identify_data, spec, self._cache_dir))
             await extend_job(self._jobs, uid, raised, self._clock)
+            return uid
+        if changed_settings(mirror.job.record, spec) is not None:
+            await self._checked(spec)
+            check_unchanged(mirror.job.record, await asyncio.to_thread(identify_data, spec, self._cache_dir))
+            if mirror.head is None:
+                raise Conflict(
+                    f"job {spec.name!r} has not started, and its spec differs",
+                    fix="Use --new to start it with these settings: it has trained nothing",
+                )
+            await change_settings(self._jobs, uid, spec)
             return uid
         if changes := changed_keys(mirror.job.record, spec):
             changed = ", ".join(changes)

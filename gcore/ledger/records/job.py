@@ -272,7 +272,8 @@ class JobPhase(StrEnum):
 
 
 class JobRecord(Record):
-    """Record `job`: what was submitted. Written once; only the goal may be raised later.
+    """Record `job`: what was submitted. Written once; later only the goal may be raised, and an unfinished job may change
+    its execution settings (`gcore.config.train`).
 
     `spec`: the job spec with all defaults filled in. `run_dir`: path of the run folder. Every node sees this folder; if
     nodes share no folder, each node has its own under this path (`controllers.storage.run_folder`).

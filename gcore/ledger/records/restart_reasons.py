@@ -15,6 +15,8 @@ HAS_AGAIN = "it has slots again"
 OF_SHARES = (GAVE_BACK, LEFT, HAS_AGAIN)
 """Prefixes of the reasons of planned rollbacks."""
 
+CHANGED = f"{LEFT}: the job's settings were changed"
+
 PAUSED = f"{LEFT}: the job is paused"
 SMALLER = f"{LEFT}: its share is smaller now"
 CONTINUED = "continued after its end"
@@ -33,6 +35,7 @@ _LOST_SLOTS = re.compile(r"\d+ slots? (?:is|are) on a .+|it may use at most \d+ 
 _WORDS = (
     (re.compile(re.escape(HAS_AGAIN)), "resumed, or its slots are available again"),
     (re.compile(re.escape(PAUSED)), "paused by `gcore pause`, or because `gcore run` was interrupted"),
+    (re.compile(re.escape(CHANGED)), "its settings were changed"),
     (re.compile(rf"{re.escape(CONTINUED)}: (\d+) (\w+) in place of (\d+)"), r"the goal was raised from \3 to \1 \2"),
     (re.compile(rf"{PLACED}: "), "the placement policy changed the train world: "),
     (

@@ -16,7 +16,12 @@ import pytest
 from mutations import COMPARED, kind_of
 from stored_job import RULES, StoredJob
 
-from controllers.api.submission.extension import extend_transaction, find_last_state
+from controllers.api.submission.spec_changes import (
+    changed_settings,
+    extend_transaction,
+    find_last_state,
+    settings_transaction,
+)
 from controllers.flow.group_buffer import REASON_BYTES, GroupBuffer, clip_reason
 from controllers.rules.actions import PublishWeights, PutOffer
 from controllers.rules.step import offer_groups, publish_weights
@@ -213,9 +218,13 @@ def deleting(job: StoredJob) -> Transaction:
 
 async def succeeded(job: StoredJob) -> None:
     """Its record names a spec, and it has a checkpoint."""
+    await begun(job, JobPhase.SUCCEEDED)
+
+
+async def begun(job: StoredJob, phase: JobPhase = JobPhase.RUNNING) -> None:
     await job.won(registering(job))
     record = job.mirror.job_record.model_copy(update={"spec": SPEC.model_dump(mode="json")})
-    done = JobStatus(phase=JobPhase.SUCCEEDED)
+    done = JobStatus(phase=phase)
     await job.store.transact((), (Put(job.keys.job, record.encode()), Put(job.keys.state, done.encode())))
     await job.look()
     NAMED[job.keys.uid] = (await job.store.list(f"{STORE}names/")).kvs[0].mod_revision
@@ -229,6 +238,14 @@ def extending(job: StoredJob) -> Transaction:
     ended, _, entry = find_last_state(job.mirror, NAMED[job.keys.uid])
     raised = RaisedGoal(what="steps", before=9, after=12)
     return extend_transaction(job.keys, ended, entry, raised, by="a", time=1.0)
+
+
+def changing_settings(job: StoredJob) -> Transaction:
+    stored, _, entry = find_last_state(job.mirror, NAMED[job.keys.uid], ended=False)
+    train = SPEC.train.model_copy(update={"backend": "fsdp2"})
+    changed = changed_settings(stored.job.record, SPEC.model_copy(update={"train": train}))
+    assert changed is not None
+    return settings_transaction(job.keys, stored, entry, changed, by="a")
 
 
 def replanning(job: StoredJob) -> Transaction:
@@ -429,6 +446,13 @@ TABLE = [
     pytest.param("spend", nothing, spending, {"spent/n0", "spent/n1"}, id="spend"),
     pytest.param(
         "extend", succeeded, extending, {"state", "job", "head", "ckpts", "plan", "names/u"}, id="go on after the end"
+    ),
+    pytest.param(
+        "change_settings",
+        begun,
+        changing_settings,
+        {"state", "job", "head", "ckpts", "plan", "names/u"},
+        id="change of settings",
     ),
     pytest.param("delete_job", nothing, deleting, {"head", "state"}, id="delete job"),
     pytest.param("delete_rest", marked, clearing, {"head", "state"}, id="delete the rest"),

@@ -1,4 +1,5 @@
-"""A succeeded job that is submitted again with a higher goal continues from its last checkpoint; no other job does."""
+"""A succeeded job that is submitted again with a higher goal continues from its last checkpoint, and an unfinished one with another
+backend; no other job does."""
 
 from __future__ import annotations
 
@@ -14,9 +15,10 @@ from controllers.api.edge.errors import Conflict
 from controllers.api.jobs import delete_job
 from controllers.api.run_reader import audit_of_records
 from controllers.api.store_reader import StoreReader
-from controllers.api.submission.extension import extend_job, raised_goal
+from controllers.api.submission.spec_changes import change_settings, changed_settings, extend_job, raised_goal
 from gcore.config.load import stored_spec
-from gcore.ledger.chain import BINDING_VERSION
+from gcore.config.spec import JobSpec
+from gcore.ledger.chain import BINDING_VERSION, job_digest
 from gcore.ledger.records.chain import Checkpoint, LogEntry, RaisedGoal
 from gcore.ledger.records.job import JobPhase, JobRecord
 from gcore.models.layout import manifest_digest
@@ -61,7 +63,7 @@ def finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RecordedJob:
         return "" if manifest_digest(run_dir / checkpoint.file) == checkpoint.digest else "it is another one"
 
     set_written_version(NEWEST_VERSION)
-    monkeypatch.setattr("controllers.api.submission.extension.find_damage", find_damage)
+    monkeypatch.setattr("controllers.api.submission.spec_changes.find_damage", find_damage)
     return a_finished_job(tmp_path / f"sums-{UID}")
 
 
@@ -201,3 +203,65 @@ def test_without_the_entry_the_goal_is_one_that_nobody_raised(finished: Recorded
     edited_all = finished.mirror.job_record.with_goal("epochs", 1)
     finished.corrupt({KEYS.job: edited_all.encode()})
     assert any("the job's record was changed" in one for one in audited(finished))
+
+
+def trained_with(tree: dict[str, Any], **train: Any) -> JobSpec:
+    return stored_spec(tree | {"train": train})
+
+
+@pytest.fixture
+def begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RecordedJob:
+    """An unfinished job at step 3, whose last checkpoint is that of step 2."""
+    set_written_version(NEWEST_VERSION)
+    monkeypatch.setattr("controllers.api.submission.spec_changes.find_damage", lambda *_: "")
+    job = RecordedJob(tmp_path / f"sums-{UID}")
+    for _ in range(3):
+        job.step()
+    return job
+
+
+@pytest.mark.parametrize(
+    ("train", "changes"),
+    [
+        pytest.param({"backend": "fsdp2"}, True, id="another backend"),
+        pytest.param({"backend": "fsdp2", "offload_state": True}, True, id="another backend, and offload"),
+        pytest.param({}, False, id="the same"),
+        pytest.param({"backend": "fsdp2", "learning_rate": 0.5}, False, id="another rate beside it"),
+    ],
+)
+def test_only_execution_settings_of_an_unfinished_job_can_change(train: dict[str, Any], changes: bool) -> None:
+    record = JobRecord(uid=UID, name="sums", spec=SPEC, run_dir="/r", created=0.0, prompts=40)
+    changed = changed_settings(record, trained_with(SPEC, **train))
+    assert (changed is not None) is changes
+    if changed is not None:
+        assert stored_spec(changed.spec).train.backend == "fsdp2"
+        assert job_digest(changed) == job_digest(record)
+
+
+def test_unfinished_job_is_suspended_at_its_last_checkpoint_and_gets_the_settings_at_once(begun: RecordedJob) -> None:
+    before, members = begun.head, begun.mirror.members
+    target = begun.mirror.checkpoints.record.entries[-1]  # type: ignore[union-attr]
+    asyncio.run(change_settings(StoreReader(begun.store), UID, trained_with(SPEC, backend="fsdp2")))
+    mirror = begun.mirror
+    assert mirror.plan is not None
+    assert mirror.plan.record.stands_still
+    assert mirror.plan.record.world == mirror.head.record.world  # type: ignore[union-attr]
+    assert stored_spec(mirror.job_record.spec).train.backend == "fsdp2"
+    assert (begun.head.step, begun.head.lineage) == (target.step, before.lineage + 1)
+    assert "train.backend: fsdp2 in place of deepspeed" in mirror.log[begun.head.seq].record.reason
+    assert mirror.members == members
+    assert not mirror.seals
+    assert audited(begun) == ()
+
+
+def test_the_same_change_asked_for_twice_is_made_once(begun: RecordedJob) -> None:
+    for _ in range(2):
+        asyncio.run(change_settings(StoreReader(begun.store), UID, trained_with(SPEC, backend="fsdp2")))
+    assert begun.head.lineage == 1
+
+
+def test_job_that_ended_meanwhile_keeps_its_settings(finished: RecordedJob) -> None:
+    before = finished.cluster.listing("").kvs
+    with pytest.raises(Conflict, match="another request changed job 'sums'"):
+        asyncio.run(change_settings(StoreReader(finished.store), UID, trained_with(SPEC, backend="fsdp2")))
+    assert finished.cluster.listing("").kvs == before

@@ -1,14 +1,18 @@
-"""Extension of a job that has succeeded: the same spec with a higher `flow.steps` or `flow.epochs` continues from the last checkpoint,
-with the optimizer state and the positions in the data.
+"""Changes of a job's spec after its creation.
 
-The log records the extension as a rollback to that checkpoint. The entry binds the new job record, so the audit checks earlier steps
-against the earlier goal. The job then waits for slots like a suspended job. If two requests race, one wins.
+- Extension: a job that has succeeded continues with a higher `flow.steps` or `flow.epochs`. The log entry binds the new job record, so
+  the audit checks earlier steps against the earlier goal.
+- Other execution settings (`EXECUTION_SETTINGS`): an unfinished job continues with them. The digest of the job does not contain them.
+
+Either is one transaction. It records a rollback to the last checkpoint, with its optimizer state and positions in the data, and the job
+then waits for slots like a suspended job. If two requests race, one wins.
 """
 
 from __future__ import annotations
 
 import asyncio
 import uuid
+from collections.abc import Callable
 from typing import Literal
 
 from controllers.api.edge.errors import Conflict
@@ -18,15 +22,16 @@ from controllers.job.rollback import find_damage
 from controllers.storage.run_folder import collect_records, has_own_folder
 from gcore.config.load import stored_spec
 from gcore.config.spec import JobSpec
+from gcore.config.train import EXECUTION_SETTINGS
 from gcore.errors import StoreUnavailable
 from gcore.ledger import chain, transactions
 from gcore.ledger.archive import highest_in_folder
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records.chain import Checkpoint, LogEntry, RaisedGoal
 from gcore.ledger.records.job import JobPhase, JobRecord
-from gcore.ledger.records.restart_reasons import CONTINUED
+from gcore.ledger.records.restart_reasons import CHANGED, CONTINUED
 from gcore.ledger.selection import resumable_checkpoints
-from gcore.ledger.transactions import EndedJob, Transaction, TxnOutcome, Versioned
+from gcore.ledger.transactions import StoredJob, Transaction, TxnOutcome, Versioned
 from gcore.models.layout import highest_lineage
 from gcore.plugins import portable_reference, replace_plugin_files
 from gcore.schema import written_version
@@ -60,13 +65,15 @@ def raised_goal(job: JobRecord, spec: JobSpec) -> RaisedGoal | None:
     return RaisedGoal(what=what, before=before, after=after) if before and after and after > before else None
 
 
-def find_last_state(mirror: JobMirror, named: int) -> tuple[EndedJob, Checkpoint, LogEntry]:
-    """Find where an ended job can continue: return its records, its last checkpoint and that checkpoint's log entry.
-    `named`: the revision of the key that maps the job's name to it. Raises Conflict if the job cannot continue."""
+def find_last_state(mirror: JobMirror, named: int, *, ended: bool = True) -> tuple[StoredJob, Checkpoint, LogEntry]:
+    """Find where a job can continue: return its records, its last checkpoint and that checkpoint's log entry.
+    `named`: the revision of the key that maps the job's name to it. `ended`: it must have succeeded; otherwise, it must
+    be unfinished. Raises Conflict if the job cannot continue."""
     job, status, head = mirror.job, mirror.status, mirror.head
     if job is None or status is None or head is None or mirror.checkpoints is None or mirror.plan is None:
         raise Conflict(f"the store has lost records of job {mirror.keys.uid}", fix=f"`gcore audit` names them; {ANEW}")
-    if status.record.phase is not JobPhase.SUCCEEDED or head.record.deleted:
+    phase = status.record.phase
+    if (phase is not JobPhase.SUCCEEDED if ended else phase.ended) or head.record.deleted:
         raise Conflict(f"another request changed job {job.record.name!r} at the same time", fix="Retry the request")
     known = mirror.checkpoints.record.entries
     target = next(iter(resumable_checkpoints(head.record, known)), None)
@@ -74,12 +81,12 @@ def find_last_state(mirror: JobMirror, named: int) -> tuple[EndedJob, Checkpoint
     if target is None or entry is None:
         what = f"the store has lost the last checkpoint of job {job.record.name!r}"
         raise Conflict(what, fix=f"`gcore audit` names what is missing; {ANEW}")
-    return EndedJob(job, status, head, mirror.checkpoints, mirror.plan, named), target, entry.record
+    return StoredJob(job, status, head, mirror.checkpoints, mirror.plan, named), target, entry.record
 
 
 def extend_transaction(
     job_keys: JobKeys,
-    ended: EndedJob,
+    ended: StoredJob,
     entry: LogEntry,
     raised: RaisedGoal,
     *,
@@ -99,24 +106,88 @@ def extend_transaction(
     return transactions.extend(job_keys, ended, advance, claim)
 
 
+def changed_settings(job: JobRecord, spec: JobSpec) -> JobRecord | None:
+    """The job's record with the execution settings of `spec`, if `spec` differs from the job's spec only in these; None
+    otherwise."""
+    changed = changed_keys(job, spec)
+    if not changed or not {*changed} <= {f"train.{name}" for name in EXECUTION_SETTINGS}:
+        return None
+    theirs = spec.model_dump(mode="json")["train"]
+    train = {name: value for name, value in job.spec.get("train", {}).items() if name not in EXECUTION_SETTINGS}
+    train |= {name: theirs[name] for name in EXECUTION_SETTINGS if name in theirs}
+    return job.model_copy(update={"spec": {**job.spec, "train": train}})
+
+
+def settings_transaction(
+    job_keys: JobKeys,
+    job: StoredJob,
+    entry: LogEntry,
+    changed: JobRecord,
+    *,
+    by: str,
+    seen: chain.HighWater = chain.NOTHING_SEEN,
+) -> Transaction:
+    """Build the transaction that gives an unfinished job the record `changed` from `changed_settings`. The other
+    arguments are those of `extend_transaction`."""
+    before, after = stored_spec(job.job.record.spec).train, stored_spec(changed.spec).train
+    settings = ((name, getattr(before, name), getattr(after, name)) for name in EXECUTION_SETTINGS)
+    what = ", ".join(f"train.{name}: {new} in place of {old}" for name, old, new in settings if new != old)
+    writer = chain.ChainWriter(by, uuid.uuid4().hex[:16], chain.job_digest(changed) if _binds() else "")
+    world, reason = uuid.uuid4().hex[:12], f"{CHANGED}; {what}"
+    advance = chain.rollback_entry(job.head.record, entry, world, writer, reason, seen=seen)
+    return transactions.change_settings(job_keys, job, advance, changed)
+
+
 async def extend_job(jobs: StoreReader, uid: str, raised: RaisedGoal, clock: Clock) -> None:
     """Continue a job that has succeeded. Raises Conflict, StoreUnavailable."""
-    if written_version() < chain.BINDING_VERSION:
+    if not _binds():
         what = "the cluster has nodes of an earlier version that cannot continue a job after its end"
         raise Conflict(what, fix=f"Upgrade them first, or {ANEW}")
+
+    def transaction(mirror: JobMirror, ended: StoredJob, entry: LogEntry, seen: chain.HighWater) -> Transaction:
+        return extend_transaction(
+            mirror.keys, ended, entry, raised, by=jobs.node or "api", time=clock.wall(), seen=seen
+        )
+
+    await _change(jobs, uid, transaction, ended=True)
+
+
+async def change_settings(jobs: StoreReader, uid: str, spec: JobSpec) -> None:
+    """Give an unfinished job the execution settings of `spec`. Raises Conflict, StoreUnavailable."""
+
+    def transaction(mirror: JobMirror, job: StoredJob, entry: LogEntry, seen: chain.HighWater) -> Transaction | None:
+        changed = changed_settings(job.job.record, spec)
+        if changed is None:  # another request has made this change
+            return None
+        return settings_transaction(mirror.keys, job, entry, changed, by=jobs.node or "api", seen=seen)
+
+    await _change(jobs, uid, transaction, ended=False)
+
+
+def _binds() -> bool:
+    return written_version() >= chain.BINDING_VERSION
+
+
+async def _change(
+    jobs: StoreReader,
+    uid: str,
+    transaction: Callable[[JobMirror, StoredJob, LogEntry, chain.HighWater], Transaction | None],
+    *,
+    ended: bool,
+) -> None:
+    """Run the transaction that `transaction` builds, again with newer records if it is stale. None: nothing to do."""
     while True:
         mirror = JobMirror(JobKeys(uid)).fold(await jobs.batch(uid))
-        ended, target, entry = find_last_state(mirror, await _named(jobs, mirror))
+        stored, target, entry = find_last_state(mirror, await _named(jobs, mirror), ended=ended)
         seen = await _numbers_in_folder(jobs, uid, target)
-        by, now = jobs.node or "api", clock.wall()
-        txn = extend_transaction(mirror.keys, ended, entry, raised, by=by, time=now, seen=seen)
+        txn = transaction(mirror, stored, entry, seen)
+        if txn is None:
+            return
         report = await jobs.ledger(uid).run(txn)
         if report.outcome is TxnOutcome.WON:
             return
         if report.outcome is TxnOutcome.UNKNOWN:
-            raise StoreUnavailable(
-                f"it is unknown whether the job was continued ({report.why})", fix="Retry the request"
-            )
+            raise StoreUnavailable(f"it is unknown whether the job was changed ({report.why})", fix="Retry the request")
 
 
 async def _named(jobs: StoreReader, mirror: JobMirror) -> int:
