@@ -538,26 +538,20 @@ class StoredJob:
 
     def compares(self, keys: JobKeys) -> tuple[Compare, ...]:
         """Compare all of them."""
+        name = store_keys.name(self.job.record.name, self.job.record.namespace)
         return (
             Compare(keys.state, self.status.revision),
             Compare(keys.job, self.job.revision),
             Compare(keys.head, self.head.revision),
             Compare(keys.checkpoints, self.checkpoints.revision),
             Compare(keys.plan, self.plan.revision),
-            Compare(store_keys.name(self.job.record.name, self.job.record.namespace), self.named),
+            Compare(name, self.named),
         )
 
     def suspended_plan(self, advance: chain.Advance) -> Plan:
         """The next plan, which places nothing until the job has slots."""
-        generation, head = self.plan.record.generation + 1, advance.head
-        return Plan(
-            generation=generation,
-            world=head.world,
-            ranks=(),
-            engines=(),
-            reason=advance.entry.reason,
-            stands_still=True,
-        )
+        number, world, why = self.plan.record.generation + 1, advance.head.world, advance.entry.reason
+        return Plan(generation=number, world=world, ranks=(), engines=(), reason=why, stands_still=True)
 
 
 def extend(keys: JobKeys, ended: StoredJob, advance: chain.Advance, claim: Claim) -> Transaction:
@@ -573,15 +567,15 @@ def extend(keys: JobKeys, ended: StoredJob, advance: chain.Advance, claim: Claim
         raise ValueError("only a job in phase SUCCEEDED can continue, and only to a higher goal")
     if ended.head.record.deleted:
         raise ValueError("the job is being deleted and cannot continue")
-    job, reason = ended.job.record, advance.entry.reason
-    running = JobStatus(phase=JobPhase.RUNNING, reason=reason, changed=claim.created)
+    job = ended.job.record.with_goal(raised.what, raised.after)
+    running = JobStatus(phase=JobPhase.RUNNING, reason=advance.entry.reason, changed=claim.created)
     hints = (keys.member_prefix, keys.offer_prefix, keys.part_prefix, keys.copies_prefix, keys.folder_prefix)
     return Transaction(
         TxnKind.EXTEND,
         ended.compares(keys),
         (
             *_advance(keys, advance),
-            Put(keys.job, job.with_goal(raised.what, raised.after).encode()),
+            Put(keys.job, job.encode()),
             Put(keys.state, running.encode()),
             Put(keys.plan, ended.suspended_plan(advance).encode()),
             Put(keys.active, claim.encode()),

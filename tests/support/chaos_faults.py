@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from chaos_cluster import BACK_S, CLOCK, TTL_S, ChaosCluster, ChaosFailed, NobodyHit, Part, Shape
-from chaos_resumed import demo_survives, four_one_three, losses_equal, losses_equal_elsewhere
+from chaos_resumed import another_trainer, demo_survives, four_one_three, losses_equal, losses_equal_elsewhere
 
 from controllers.cli.local import home_processes
 from gcore.api.v1 import jobs_pb2 as pb
@@ -734,6 +734,13 @@ FAULTS: tuple[Fault, ...] = (
         "four-one-three",
         "begun with 4 controllers, continued with 1, then 3",
         whole=four_one_three,
+        together=False,
+        moments=2,
+    ),
+    Fault(
+        "another-trainer",
+        "begun with DeepSpeed on two ranks, continued with FSDP2 on one, then with DeepSpeed on two",
+        whole=another_trainer,
         together=False,
         moments=2,
     ),

@@ -36,6 +36,8 @@ class Life:
     nodes: int
     slots: int
     until_step: int | None
+    settings: tuple[str, ...] = ()
+    """Further settings with which the job is submitted."""
 
 
 async def uninterrupted(folder: Path, spec: Path, rng: random.Random) -> dict[int, float]:
@@ -73,6 +75,23 @@ async def four_one_three(folder: Path, spec: Path, rng: random.Random) -> Told:
     return (await _lived(folder, spec, rng, _lives(rng, [4, 1, 3])))[0]
 
 
+async def another_trainer(folder: Path, spec: Path, rng: random.Random) -> Told:
+    """Started with DeepSpeed on two ranks, continued with FSDP2 on one, then with DeepSpeed on two: the losses continue."""
+    first, second = sorted(rng.sample(range(2, STEPS - 2), 2))
+    ranks = "train.ranks=null"  # one on each controller
+    lives = [
+        Life(2, 1, first, (ranks,)),
+        Life(1, 1, second, (ranks, "train.backend=fsdp2")),
+        Life(2, 1, None, (ranks,)),
+    ]
+    told, losses = await _lived(folder / "killed", spec, rng, lives)
+    expected = await uninterrupted(folder / "whole", spec, rng)
+    told["target"] = f"DeepSpeed on 2 ranks to step {first}, FSDP2 on 1 to {second}, DeepSpeed on 2"
+    if losses.keys() != expected.keys():
+        raise ChaosFailed(f"steps {sorted(losses)} were trained, not {sorted(expected)}")
+    return told | {"losses_apart": {step: round(losses[step] - expected[step], 9) for step in sorted(expected)}}
+
+
 def _lives(rng: random.Random, nodes: Sequence[int]) -> list[Life]:
     ends = sorted(rng.sample(range(1, STEPS - 1), len(nodes) - 1))
     return [Life(n, -(-RANKS // n), end) for n, end in zip(nodes, [*ends, None], strict=True)]
@@ -85,7 +104,7 @@ async def _lived(folder: Path, spec: Path, rng: random.Random, lives: Sequence[L
     audits: list[str] = []
     for life in lives:
         async with ChaosCluster.running(folder, Shape(nodes=life.nodes, slots=life.slots), rng) as cluster:
-            await cluster.submit(spec, *SETTINGS)
+            await cluster.submit(spec, *SETTINGS, *life.settings)
             until = life.until_step
             await cluster.until(
                 f"step {until}" if until else "end of the job",

@@ -1,7 +1,7 @@
 """Creates and cancels jobs.
 
 If a spec is submitted again: an interrupted job resumes; a finished job is replaced by a new one, or continues if only its goal is higher
-(`controllers.api.submission.extension`). If the spec changed and the job of that name has not ended, the request is refused; `--new` ends
+(`controllers.api.submission.spec_changes`). If the spec changed and the job of that name has not ended, the request is refused; `--new` ends
 the old job and starts a new one. All checks run before anything is written.
 """
 
