@@ -86,16 +86,17 @@ def stored_tensors(folder: Path) -> Iterator[NamedTensor]:
 
 def stored_shapes(folder: Path) -> dict[str, TensorShape]:
     """Dtype and shape of each tensor in a model folder, in the order of `stored_tensors`. Raises DataError."""
-    found: dict[str, TensorShape] = {}
-    for path in weight_files(folder):
-        try:
-            with safe_open(path, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118
-                    one = file.get_slice(name)
-                    found[name] = TensorShape(one.get_dtype(), tuple(one.get_shape()))
-        except (OSError, SafetensorError) as error:
-            raise DataError(f"cannot read the weights ({error})", where=str(path), fix="Restore the model") from error
-    return found
+    return {name: shape for path in weight_files(folder) for name, shape in file_shapes(path).items()}
+
+
+def file_shapes(path: Path) -> dict[str, TensorShape]:
+    """Dtype and shape of each tensor in a safetensors file. Raises DataError."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            slices = ((name, file.get_slice(name)) for name in file.keys())  # noqa: SIM118
+            return {name: TensorShape(one.get_dtype(), tuple(one.get_shape())) for name, one in slices}
+    except (OSError, SafetensorError) as error:
+        raise DataError(f"cannot read the tensors ({error})", where=str(path), fix="Restore the file") from error
 
 
 def merged_tensors(

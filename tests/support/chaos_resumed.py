@@ -81,7 +81,7 @@ async def another_trainer(folder: Path, spec: Path, rng: random.Random) -> Told:
     ranks = "train.ranks=null"  # one on each controller
     lives = [
         Life(2, 1, first, (ranks,)),
-        Life(1, 1, second, (ranks, "train.backend=fsdp2")),
+        Life(1, 2, second, (ranks, "train.backend=fsdp2")),
         Life(2, 1, None, (ranks,)),
     ]
     told, losses = await _lived(folder / "killed", spec, rng, lives)

@@ -22,8 +22,10 @@ import torch
 from torch import Tensor
 
 from gcore.config.train import LoraSpec
+from gcore.errors import DataError
 from gcore.models.adapters import (
     describe_base,
+    file_shapes,
     merged_tensors,
     served_shapes,
     stored_name,
@@ -55,7 +57,7 @@ from gcore.models.publisher import NamedTensor
 from gcore.rollout.api import FolderUpdate, WeightUpdate
 from gcore.system.files import replace_folder
 from gcore.train.backends.adapters import adapter_config
-from gcore.train.backends.base import TensorKind, TrainBackend
+from gcore.train.backends.base import AdamKind, TensorKind, TrainBackend
 from gcore.train.checkpoint.run_files import BackgroundWriter, Highest, RetryingWriter, WriteCallback
 from gcore.train.rank.launch import RankLaunch
 from gcore.types import Version
@@ -411,17 +413,37 @@ def _write_copy(path: Path, copied: SnapshotFile, tick: WriteCallback) -> FileEn
 
 
 def restore_optimizer(policy: TrainBackend, folder: Path, manifest: Manifest) -> None:
-    """Restore the policy's optimizer (Adam's moments and step count) from a verified checkpoint. A collective."""
+    """Restore the policy's optimizer (Adam's moments and step count) from a verified checkpoint. A collective. Raises
+    DataError if the moments are missing or belong to another model.
+    """
     _restore(policy, folder, manifest.updates - manifest.skipped)
 
 
 def restore_critic(critic: TrainBackend, folder: Path, manifest: Manifest) -> None:
-    """Restore the critic's optimizer (Adam's moments and step count) from a verified checkpoint. A collective."""
+    """Restore the critic's optimizer; the same as `restore_optimizer`."""
     _restore(critic, critic_folder(folder), manifest.critic_updates - manifest.critic_skipped)
 
 
 def _restore(model: TrainBackend, folder: Path, adam_steps: int) -> None:
-    model.restore_optimizer({"exp_avg": folder / EXP_AVG_FILE, "exp_avg_sq": folder / EXP_AVG_SQ_FILE}, adam_steps)
+    files: dict[AdamKind, Path] = {"exp_avg": folder / EXP_AVG_FILE, "exp_avg_sq": folder / EXP_AVG_SQ_FILE}
+    for path in files.values():
+        _check_moments(path, {stored_name(name): shape for name, shape in model.shapes.items()})
+    model.restore_optimizer(files, adam_steps)
+
+
+def _check_moments(path: Path, wanted: Mapping[str, tuple[int, ...]]) -> None:
+    found = {name: one.shape for name, one in file_shapes(path).items()}
+    wrong = sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name))
+    if wrong:
+        name = wrong[0]
+        sizes = (f"{list(one[name])}" if name in one else "none" for one in (found, wanted))
+        raise DataError(
+            "the optimizer state of this checkpoint belongs to another model: for {!r} it has {}, and the model {}".format(
+                name, *sizes
+            ),
+            where=str(path),
+            fix="Export the checkpoint's model (`gcore export`) and start a new job from it, or use another checkpoint",
+        )
 
 
 def _copied(model: Path, to: Path) -> Iterator[tuple[str, FileEntry]]:

@@ -149,6 +149,8 @@ def load_rank(
         if models.critic is not None:
             restore_critic(models.critic, folder, manifest)
         progress = UpdateCounts.of(manifest)
+    elif copies is None:
+        log.info("training starts from %s; Adam's moments are zero", launch.model_path)
     saver = CheckpointWriter(launch, models.policy, models.critic, writer)
     publisher = FolderPublisher(launch, models.policy, saver.writer, saver.insisting, collective.max)
     publisher.stage(Version(launch.lineage, launch.start.step), loading)

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 from saving_ranks import SECONDS, Model, Ranks
 
+from gcore.errors import DataError
 from gcore.models.layout import (
     MANIFEST_FILE,
     CheckpointDamaged,
@@ -28,7 +31,7 @@ from gcore.models.layout import (
 )
 from gcore.train.checkpoint import writer as saving
 from gcore.train.checkpoint.run_files import BackgroundWriter, WriteCallback, WriteProgress, WrittenCheckpoint
-from gcore.train.checkpoint.writer import HostSnapshot, UpdateCounts, _write_copy
+from gcore.train.checkpoint.writer import HostSnapshot, UpdateCounts, _write_copy, restore_optimizer
 from gcore.types import Version
 
 FILES = ("model.safetensors", "exp_avg.safetensors", "exp_avg_sq.safetensors", "config.json")
@@ -308,3 +311,42 @@ def test_the_rank_that_writes_leaves_a_whole_checkpoint_and_the_other_nothing(tm
     assert manifest.files.keys() == {*FILES}
     assert ranks.savers[0].writer.writing is not None
     assert ranks.savers[0].writer.writing.written == ranks.savers[0].writer.writing.total
+
+
+class TwoLayers:
+    """A backend of two parameters, which counts how often its optimizer was restored."""
+
+    def __init__(self) -> None:
+        self.shapes = {"a.weight": (2, 3), "b.weight": (4,)}
+        self.restored: list[tuple[dict[str, Path], int]] = []
+
+    def restore_optimizer(self, states: dict[str, Path], adam_steps: int) -> None:
+        self.restored.append((states, adam_steps))
+
+
+@pytest.mark.parametrize(
+    ("tensors", "said"),
+    [
+        ({"a.weight": (2, 3), "b.weight": (4,)}, ""),
+        ({"a.weight": (2, 3)}, "for 'b.weight' it has none, and the model [4]"),
+        ({"a.weight": (3, 2), "b.weight": (4,)}, "for 'a.weight' it has [3, 2], and the model [2, 3]"),
+        ({"a.weight": (2, 3), "b.weight": (4,), "c.weight": (1,)}, "for 'c.weight' it has [1], and the model none"),
+        (None, "cannot read the tensors"),
+    ],
+    ids=["the same", "moments missing", "another size", "more moments", "no file"],
+)
+def test_optimizer_state_of_another_model_is_refused_before_any_of_it_is_used(
+    tmp_path: Path, tensors: dict[str, tuple[int, ...]] | None, said: str
+) -> None:
+    manifest = SimpleNamespace(updates=5, skipped=1)
+    for name in ("exp_avg.safetensors", "exp_avg_sq.safetensors"):
+        if tensors is not None:
+            save_file({key: np.zeros(shape, np.float32) for key, shape in tensors.items()}, tmp_path / name)
+    model: Any = TwoLayers()
+    if not said:
+        restore_optimizer(model, tmp_path, manifest)  # type: ignore[arg-type]
+        assert model.restored[0][1] == 4
+        return
+    with pytest.raises(DataError, match=re.escape(said)):
+        restore_optimizer(model, tmp_path, manifest)  # type: ignore[arg-type]
+    assert not model.restored
