@@ -197,6 +197,21 @@ class SequenceState:
         """Remove the last token, which must not be reported."""
         del self.tokens[-1], self.logprobs[-1], self.tops[len(self.tokens) :], self.named[len(self.tokens) :]
 
+    def output(self, version: str, ending: Finish | None) -> RequestOutput:
+        """Return what the request has so far. `version`: served weights, reported if it never joined the batch."""
+        return RequestOutput(
+            self.task.number,
+            tuple(self.tokens),
+            tuple(self.logprobs),
+            self.spans(len(self.tokens)) if self.marks else self.never_joined(version),
+            self.cached_tokens,
+            ending,
+            tuple(self.tops),
+            tuple(self.named),
+            self.prompt_logprobs,
+            self.retractions,
+        )
+
     def never_joined(self, version: str) -> tuple[OutputSpan, ...]:
         """Return the spans of a request that ended while it waited: one span without tokens, of weights `version`."""
         return (OutputSpan(version, 0, 0),)

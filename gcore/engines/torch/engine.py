@@ -14,7 +14,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -440,19 +440,58 @@ class EngineLimits:
     prefill_chunk_tokens: int = 512
 
 
-class EngineCore(EngineBase[GenerationRequest, RequestOutput]):
-    """Engine core of a causal language model that generates. `text`: the tokenizer, needed for stop strings."""
+class GeneratingModel(LoadedModel, Protocol):
+    """A model that generates: the torch engine's or the Hugging Face engine's."""
+
+    vocabulary: int
+    context: int
+    end_tokens: tuple[int, ...]
+
+
+class GeneratorBase(EngineBase[GenerationRequest, RequestOutput]):
+    """Engine core of a causal language model that generates.
+
+    `longest`: maximum tokens, prompt and response together, of a request that can be served. `cache_tokens`: maximum
+    tokens that all running requests hold together; None: no limit.
+    """
+
+    def __init__(self, model: GeneratingModel, *, version: str, longest: int, cache_tokens: int | None) -> None:
+        super().__init__(model, version=version)
+        self.longest = longest
+        self.cache_tokens = cache_tokens
+
+    @property
+    @abstractmethod
+    def model(self) -> GeneratingModel:
+        """The loaded model."""
+
+    @property
+    @abstractmethod
+    def facts(self) -> dict[str, Any]:
+        """Facts about the engine for `/server_info`: its name (`engine`), and what only this engine has."""
+
+    def check(self, prompt_tokens: int, max_new_tokens: int) -> None:
+        """Raise EngineError for a request that the KV cache could never hold. May be called from any thread."""
+        if prompt_tokens + max_new_tokens > self.longest:
+            raise EngineError(
+                f"a prompt of {prompt_tokens} tokens and max_new_tokens {max_new_tokens} exceed the {self.longest} tokens "
+                f"of one request that a cache of {self.cache_tokens} holds",
+                fix="Shorten the request, or raise rollout.cache_tokens",
+            )
+
+
+class EngineCore(GeneratorBase):
+    """Core of the torch engine. `text`: the tokenizer, needed for stop strings."""
 
     def __init__(
         self, model: Model, text: Detokenizer | None, lane: ModelRunner, limits: EngineLimits, *, version: str
     ) -> None:
-        super().__init__(model, version=version)
+        longest = longest_request(model.context, budget=limits.cache_tokens, footprint=lane.footprint)
+        super().__init__(model, version=version, longest=longest, cache_tokens=limits.cache_tokens)
         self._model = model
         self.limits = limits
         self.lane = lane
         self.retractions = 0
-        self.longest = longest_request(model.context, budget=limits.cache_tokens, footprint=lane.footprint)
-        """Maximum tokens, prompt and response together, of a request that can be served."""
         self._text = text
         self._decoder = Decoder(model, lane, limits.slots)
         self._waiting = WaitingQueue()
@@ -479,14 +518,11 @@ class EngineCore(EngineBase[GenerationRequest, RequestOutput]):
         """Number of sequences that wait or are being prefilled."""
         return len(self._waiting) + len(self._reading)
 
-    def check(self, prompt_tokens: int, max_new_tokens: int) -> None:
-        """Raise EngineError for a request that the KV cache could never hold. May be called from any thread."""
-        if prompt_tokens + max_new_tokens > self.longest:
-            raise EngineError(
-                f"a prompt of {prompt_tokens} tokens and max_new_tokens {max_new_tokens} exceed the {self.longest} tokens "
-                f"of one request that a cache of {self.limits.cache_tokens} holds",
-                fix="Shorten the request, or raise rollout.cache_tokens",
-            )
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Name of the engine, size of its KV cache and its runner."""
+        cache = self.limits.cache_tokens
+        return {"engine": "gcore torch engine", "max_total_num_tokens": cache, "lane": self.lane.name}
 
     def submit(self, tasks: list[GenerationRequest]) -> None:
         """Queue requests that were checked before."""
@@ -601,20 +637,7 @@ class EngineCore(EngineBase[GenerationRequest, RequestOutput]):
                 self._deliver(work, endings[row])
 
     def _deliver(self, work: SequenceState, ending: Finish | None) -> None:
-        self.outbox.append(
-            RequestOutput(
-                work.task.number,
-                tuple(work.tokens),
-                tuple(work.logprobs),
-                work.spans(len(work.tokens)) if work.marks else work.never_joined(self.version),
-                work.cached_tokens,
-                ending,
-                tuple(work.tops),
-                tuple(work.named),
-                work.prompt_logprobs,
-                work.retractions,
-            )
-        )
+        self.outbox.append(work.output(self.version, ending))
 
     def abort(self, unwanted: Callable[[GenerationRequest], bool], message: str = ABORTED) -> None:
         """End the sequences for which `unwanted` is true, with the tokens that they have so far."""

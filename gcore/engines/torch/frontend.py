@@ -51,7 +51,7 @@ from gcore.engines.serving.routes import (
     run_unless_disconnected,
 )
 from gcore.engines.torch.async_engine import AsyncEngine
-from gcore.engines.torch.engine import EngineCore
+from gcore.engines.torch.engine import GeneratorBase
 from gcore.engines.torch.weight_routes import WeightRoutes
 from gcore.errors import EngineError, GcoreError
 from gcore.system.clock import Clock
@@ -86,7 +86,7 @@ class RequestHandler(AsyncEngine[GenerationRequest, RequestOutput]):
 
     def __init__(
         self,
-        core: EngineCore,
+        core: GeneratorBase,
         text: Detokenizer | None,
         *,
         clock: Clock,

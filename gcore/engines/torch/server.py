@@ -29,7 +29,7 @@ from gcore.engines.launch import EngineLaunch
 from gcore.engines.serving.http import ApiKeys
 from gcore.engines.torch.async_engine import ModelThread
 from gcore.engines.torch.classifier import ClassifierCore, ClassifierRequestHandler, classifier_app, start_classifier
-from gcore.engines.torch.engine import EngineCore, EngineLimits
+from gcore.engines.torch.engine import EngineCore, EngineLimits, GeneratorBase
 from gcore.engines.torch.frontend import RequestHandler, generator_app
 from gcore.engines.torch.model import (
     TOO_BIG,
@@ -81,6 +81,14 @@ def start_engine(launch: EngineLaunch, text: Detokenizer | None) -> EngineCore:
     return core
 
 
+Core = GeneratorBase | ClassifierCore
+
+
+def start_core(launch: EngineLaunch, text: Detokenizer | None) -> Core:
+    """Create the core of the torch engine for the task of a launch document. Raises like `start_engine`."""
+    return start_classifier(launch, text) if launch.task == "classify" else start_engine(launch, text)
+
+
 SWITCH_S = 0.0005
 """Python's thread switch interval in seconds. With the default of 5 ms the model's thread and the event loop would wait
 too long for each other.
@@ -94,11 +102,15 @@ GRACE_S = 2
 DEATH_EXIT = 1
 
 
-def serve_engine(launch: EngineLaunch, control: ControlLine | None) -> None:
+def serve_engine(
+    launch: EngineLaunch,
+    control: ControlLine | None,
+    start: Callable[[EngineLaunch, Detokenizer | None], Core] = start_core,
+) -> None:
     """Load the model of a launch document and serve it until the supervisor sends "stop" or a signal arrives.
 
-    `control`: connection to the supervisor; None: started by hand. Raises UsageError, DataError or EngineError if the
-    engine cannot start.
+    `control`: connection to the supervisor; None: started by hand. `start`: creates the engine core. Raises UsageError,
+    DataError or EngineError if the engine cannot start.
     """
     _raise_descriptor_limit()
     listener = _listen(launch.host, launch.port)
@@ -106,13 +118,13 @@ def serve_engine(launch: EngineLaunch, control: ControlLine | None) -> None:
     torch.set_num_interop_threads(1)  # no operators run concurrently here
     torch.set_grad_enabled(False)
     text = Detokenizer.load(Path(launch.model))
-    core = start_classifier(launch, text) if launch.task == "classify" else start_engine(launch, text)
+    core = start(launch, text)
     sys.setswitchinterval(SWITCH_S)
     asyncio.run(_run(core, text, launch, listener, control, SystemClock()))
 
 
 def _facade(
-    core: EngineCore | ClassifierCore, text: Detokenizer | None, launch: EngineLaunch, clock: Clock
+    core: Core, text: Detokenizer | None, launch: EngineLaunch, clock: Clock
 ) -> tuple[RequestHandler | ClassifierRequestHandler, ASGIApp]:
     """Create the request handler for a core, and the ASGI application with its routes."""
     keys = ApiKeys(launch.api_key, launch.admin_api_key)
@@ -120,12 +132,12 @@ def _facade(
     if isinstance(core, ClassifierCore):
         classifier = ClassifierRequestHandler(core, text, clock=clock, description=description)
         return classifier, classifier_app(classifier, keys)
-    description |= {"max_total_num_tokens": core.limits.cache_tokens, "lane": core.lane.name}
+    description |= core.facts
     generator = RequestHandler(core, text, clock=clock, seeds=np.random.default_rng(), description=description)
     return generator, generator_app(generator, Path(launch.model), keys)
 
 
-def _description(core: EngineCore | ClassifierCore, launch: EngineLaunch) -> dict[str, Any]:
+def _description(core: Core, launch: EngineLaunch) -> dict[str, Any]:
     model = core.model
     return {
         "model_path": launch.model,
@@ -145,7 +157,7 @@ def _description(core: EngineCore | ClassifierCore, launch: EngineLaunch) -> dic
 
 
 async def _run(
-    core: EngineCore | ClassifierCore,
+    core: Core,
     text: Detokenizer | None,
     launch: EngineLaunch,
     listener: socket.socket,
