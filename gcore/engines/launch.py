@@ -68,6 +68,18 @@ class SglangLaunch(ServerLaunch):
     engine_args: tuple[str, ...] = Field((), description="more arguments for SGLang's server, as a list")
 
 
+class VllmLaunch(ServerLaunch):
+    """Launch document of the vLLM engine."""
+
+    kind: Literal["vllm"] = "vllm"
+    device: Literal["cpu", "cuda"] = Field("cpu", description="where the model runs")
+    gpus: PositiveInt = Field(1, description="GPUs of one copy of the model (tensor parallel)")
+    engine_args: tuple[str, ...] = Field((), description="more arguments for vLLM's engine, as a list")
+    admin_api_key: str | None = Field(
+        None, repr=False, description="key required by routes that change the engine; default: none"
+    )
+
+
 Launch = TypeVar("Launch", bound=ServerLaunch)
 
 
@@ -91,17 +103,31 @@ def parse_sglang_launch(document: Mapping[str, Any]) -> SglangLaunch:
     return _checked(SglangLaunch, dict(document), "launch document")
 
 
+def parse_vllm_launch(document: Mapping[str, Any]) -> VllmLaunch:
+    """Parse the launch document of the vLLM engine. Raises UsageError."""
+    return _checked(VllmLaunch, dict(document), "launch document")
+
+
 def parse_engine_arguments(arguments: Sequence[str]) -> EngineLaunch:
     """Parse the command line of the torch engine.
 
     Raises UsageError for an invalid value; for other mistakes argparse ends the process.
     """
-    parser = argparse.ArgumentParser("python -m gcore.engines.torch", description="Serve a model on SGLang's routes.")
-    for name, field in EngineLaunch.model_fields.items():
-        if name not in ("kind", "tls"):
+    return _parsed(EngineLaunch, "python -m gcore.engines.torch", arguments)
+
+
+def parse_vllm_arguments(arguments: Sequence[str]) -> VllmLaunch:
+    """Parse the command line of the vLLM engine. Raises like `parse_engine_arguments`."""
+    return _parsed(VllmLaunch, "python gcore/engines/vllm/__main__.py", arguments)
+
+
+def _parsed(kind: type[Launch], program: str, arguments: Sequence[str]) -> Launch:
+    parser = argparse.ArgumentParser(program, description="Serve a model on SGLang's routes.")
+    for name, field in kind.model_fields.items():
+        if name not in ("kind", "tls", "engine_args"):
             parser.add_argument(f"--{name.replace('_', '-')}", required=field.is_required(), help=field.description)
     given = {name: value for name, value in vars(parser.parse_args(arguments)).items() if value is not None}
-    return _checked(EngineLaunch, given, "command line")
+    return _checked(kind, given, "command line")
 
 
 def _checked(kind: type[Launch], values: dict[str, Any], where: str) -> Launch:

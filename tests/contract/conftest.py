@@ -1,31 +1,41 @@
-"""Engines for the engine contract: the torch engine always, the real SGLang with the marker `sglang`."""
+"""Engines for the engine contract: the torch engine always, SGLang and vLLM with the markers of their names."""
 
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import httpx
 import pytest
-from engine_contract import CHAT_TEMPLATE, CONTEXT, FIRST, SLOTS, Serving
-from engine_processes import SglangProcess, engine_process
+from engine_contract import CHAT_TEMPLATE, CONTEXT, FIRST, OF_VLLM, SLOTS, Serving
+from engine_processes import SglangProcess, engine_process, vllm_command
 
 from gcore.rollout.client import EngineClient
 from gcore.testing.models import make_tiny_model
 
-ENGINES = ["torch", pytest.param("sglang", marks=pytest.mark.sglang)]
+ENGINES = ["torch", pytest.param("sglang", marks=pytest.mark.sglang), OF_VLLM]
 TIMEOUT_S = 120
 
 
 @pytest.fixture(scope="session")
 def engine_folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    root = tmp_path_factory.mktemp("models")
-    first = make_tiny_model(root / "first", seed=0, context=CONTEXT, ends=False)
+    return make_models(tmp_path_factory.mktemp("models"))
+
+
+def make_models(root: Path, **shape: int) -> tuple[Path, Path]:
+    first = make_tiny_model(root / "first", seed=0, context=CONTEXT, ends=False, **shape)
     (first / "chat_template.jinja").write_text(CHAT_TEMPLATE)
-    return first, make_tiny_model(root / "second", seed=1, context=CONTEXT, ends=False)
+    return first, make_tiny_model(root / "second", seed=1, context=CONTEXT, ends=False, **shape)
 
 
 @pytest.fixture(scope="session", params=ENGINES)
-def serving(request: pytest.FixtureRequest, engine_folders: tuple[Path, Path]) -> Iterator[Serving]:
-    if request.param == "torch":
+def serving(
+    request: pytest.FixtureRequest, engine_folders: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Serving]:
+    if request.param == "vllm":
+        # On CPUs vLLM's attention has no heads of less than 32.
+        folders = make_models(tmp_path_factory.mktemp("wide"), hidden=64, heads=2, kv_heads=1)
+        with engine_process(folders[0], vllm_command(), batch_slots=SLOTS) as url:
+            yield Serving("vllm", url, folders)
+    elif request.param == "torch":
         with engine_process(engine_folders[0], batch_slots=SLOTS) as url:
             yield Serving("torch", url, engine_folders)
     else:

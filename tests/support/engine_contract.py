@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -27,7 +28,10 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }}:{{ message['content'] }}/{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )
-TOLERANCE = {"torch": 1e-5, "sglang": 1e-4}
+TOLERANCE = {"torch": 1e-5, "sglang": 1e-4, "vllm": 1e-4}
+OF_VLLM = pytest.param("vllm", marks=pytest.mark.vllm)
+FRONT_END = pytest.mark.parametrize("serving", ["torch", OF_VLLM], indirect=True)
+"""The engines behind gcore's own HTTP front end."""
 
 
 @dataclass(frozen=True)

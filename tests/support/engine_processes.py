@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -13,16 +13,11 @@ from typing import Any, Self
 
 import httpx
 
+from gcore.engines.environments import SGLANG, VLLM, EngineEnvironment
 from gcore.engines.launch import SglangLaunch
 from gcore.engines.sglang.adapter import SglangServer, free_port, make_scratch
-from gcore.engines.sglang.command import (
-    HOW,
-    check_engine_args,
-    find_python,
-    prepare_head_bias,
-    server_command,
-    server_environment,
-)
+from gcore.engines.sglang.command import check_engine_args, prepare_head_bias, server_command, server_environment
+from gcore.engines.vllm.command import program
 from gcore.errors import EngineError, UsageError
 from gcore.system.clock import Clock, SystemClock
 from gcore.system.process import thread_environment
@@ -30,23 +25,32 @@ from gcore.system.process import thread_environment
 STOP_S = 20
 
 
-@contextmanager
-def engine_process(model: Path, **options: object) -> Iterator[str]:
-    """A torch engine that serves `model`, as a process of its own; its base URL. For tests and benchmarks. Its errors show.
+TORCH = (sys.executable, "-m", "gcore.engines.torch")
 
-    `options` as on its command line (`batch_slots=4`).
+
+def vllm_command() -> tuple[str, ...]:
+    """Of the vLLM engine, in vLLM's own Python. Raises UsageError where there is none."""
+    return (str(require_python(VLLM)), "-P", program())
+
+
+@contextmanager
+def engine_process(model: Path, command: Sequence[str] = TORCH, **options: object) -> Iterator[str]:
+    """An engine that serves `model`, as a process of its own; its base URL. For tests and benchmarks. Its errors show.
+
+    `command` starts it by hand: the torch engine's, or `vllm_command()`. `options` as on its command line
+    (`batch_slots=4`).
     """
     arguments = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
     process = subprocess.Popen(
-        [sys.executable, "-m", "gcore.engines.torch", "--model", str(model), *arguments],
+        [*command, "--model", str(model), *arguments],
         stdout=subprocess.PIPE,
         text=True,
         env={**os.environ, **thread_environment(1)},
     )
     assert process.stdout is not None
     try:
-        line = process.stdout.readline()
-        if not line.startswith("serving on "):
+        line = next((line for line in process.stdout if line.startswith("serving on ")), "")  # vLLM says more before
+        if not line:
             raise EngineError(f"the engine did not start (exit code {process.wait(STOP_S)})", where=str(model))
         yield f"http://{line.removeprefix('serving on ').strip()}"
     finally:
@@ -59,11 +63,11 @@ def engine_process(model: Path, **options: object) -> Iterator[str]:
         process.stdout.close()
 
 
-def require_python(named: Path | str | None = None) -> Path:
-    """Like `find_python`, but none is an error. Raises UsageError."""
-    python = find_python(named)
+def require_python(environment: EngineEnvironment) -> Path:
+    """Like its `find`, but none is an error. Raises UsageError."""
+    python = environment.find()
     if python is None:
-        raise UsageError("no environment with SGLang was found here", fix=HOW)
+        raise UsageError(f"no environment with {environment.name} was found here", fix=environment.how)
     return python
 
 
@@ -83,7 +87,7 @@ class SglangProcess:
     """
 
     def __init__(self, model: Path, **options: Any) -> None:
-        launch = SglangLaunch(python=str(require_python()), model=str(model), **options)
+        launch = SglangLaunch(python=str(require_python(SGLANG)), model=str(model), **options)
         port = launch.port or free_port(launch.host)
         check_engine_args(launch.engine_args)
         scratch = make_scratch()

@@ -1,4 +1,4 @@
-"""SGLang's command line and environment, the search for a Python that has SGLang, and a head bias that SGLang needs.
+"""SGLang's command line and environment variables, and a head bias that SGLang needs.
 
 The job's `rollout.engine_args` come last. argparse uses the last value of an option, so a user can override each option
 set here, except those that the worker depends on (`OURS`) and those that control access (`GUARDS`).
@@ -7,7 +7,6 @@ set here, except those that the worker depends on (`OURS`) and those that contro
 from __future__ import annotations
 
 import json
-import os
 import struct
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -128,47 +127,6 @@ def server_environment(launch: SglangLaunch, base: Mapping[str, str], scratch: P
         "SGLANG_TIMEOUT_KEEP_ALIVE": "60",
         "TMPDIR": str(scratch),
     }
-
-
-VARIABLE = "GCORE_SGLANG_PYTHON"
-FOLDER = ".venv-sglang"
-HOW = "Run 'make sglang-setup' for a CPU environment, or set GCORE_SGLANG_PYTHON to a Python with SGLang"
-
-
-def find_python(named: Path | str | None = None, *, environ: Mapping[str, str] | None = None) -> Path | None:
-    """Return a Python with SGLang, or None. Starts nothing, and imports nothing of SGLang.
-
-    Search order: `named`; GCORE_SGLANG_PYTHON; `.venv-sglang/bin/python` beside gcore's checkout or in the current
-    folder. A folder stands for its bin/python. Raises UsageError if the named Python has no SGLang.
-    """
-    environ = os.environ if environ is None else environ
-    configured = environ.get(VARIABLE)
-    for given, where in ((named, f"--sglang-python or {VARIABLE}"), (configured, VARIABLE)):
-        if given:
-            return _checked(Path(given), where)
-    checkout = Path(__file__).parents[3]
-    for folder in (checkout / FOLDER, Path(FOLDER)):
-        if has_sglang(folder / "bin" / "python"):
-            return (
-                folder.absolute() / "bin" / "python"
-            )  # made absolute last, because the current folder may have been deleted
-    return None
-
-
-def has_sglang(python: Path) -> bool:
-    """Whether `python` exists and SGLang is installed for it. Does not start Python, which would take a second."""
-    if not (python.is_file() and os.access(python, os.X_OK)):
-        return False
-    return any(python.parent.parent.glob("lib*/python3*/*-packages/sglang/launch_server.py"))
-
-
-def _checked(given: Path, where: str) -> Path:
-    # Do not resolve links: a virtual environment's Python is a link to one that does not know the environment.
-    python = Path(os.path.abspath(given / "bin" / "python" if given.is_dir() else given))
-    if not has_sglang(python):
-        what = "SGLang is not installed in this Python" if python.is_file() else "there is no such Python"
-        raise UsageError(f"{what}: {python}", where=where, fix=HOW)
-    return python
 
 
 BIASED = ("Qwen2ForSequenceClassification", "Qwen3ForSequenceClassification")

@@ -26,7 +26,7 @@ from gcore.engines.detokenizer import Detokenizer
 from gcore.engines.request import ABORTED, NumberedOutput, NumberedRequest, PauseMode
 from gcore.engines.serving.engine import ServedEngine
 from gcore.engines.torch.engine import EngineBase
-from gcore.engines.torch.model import StagedWeights, stage_weights
+from gcore.engines.torch.model import StagedWeights
 from gcore.rollout.engine_time import EngineTimeMeter, EngineTimeSums, current_activity
 from gcore.system.clock import Clock
 
@@ -393,7 +393,7 @@ class AsyncEngine(ServedEngine[StagedWeights], Generic[A, D]):
 
     async def stage_weights(self, folder: Path) -> StagedWeights:
         """Load a folder's weights into host memory, outside the model's thread. Raises EngineError."""
-        return await asyncio.to_thread(stage_weights, self.core.model, folder)
+        return await asyncio.to_thread(self.core.stage_weights, folder)
 
     async def install_weights(self, staged: StagedWeights, version: str | None, *, flush: bool) -> None:
         """Write staged weights into the model, between two steps. Raises EngineError; then nothing has changed."""

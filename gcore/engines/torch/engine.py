@@ -14,6 +14,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
@@ -41,6 +42,7 @@ from gcore.engines.torch.model import (
     apply_weights,
     check_awake,
     explain_memory_error,
+    stage_weights,
 )
 from gcore.engines.torch.model_runner import ModelRunner, PrefillResult
 from gcore.engines.torch.prefill import PrefillChunk, PromptPrefill
@@ -378,6 +380,10 @@ class EngineBase(ABC, Generic[R, O]):
     def check_version(self, version: str | None) -> None:
         """Raise EngineError for a version that is older than the served one."""
         check_version(version, self.version)
+
+    def stage_weights(self, folder: Path) -> StagedWeights:
+        """Load a folder's weights into host memory, in any thread. Raises EngineError if they do not fit."""
+        return stage_weights(self._loaded, folder)
 
     def change_weights(self, staged: StagedWeights, version: str | None, *, flush: bool, abort: bool) -> None:
         """Serve `staged` weights from the next step on, as `version` (None: the name stays).

@@ -148,6 +148,8 @@ class WeightRoutes:
             tensor = model.module.state_dict().get(body.name)
             if tensor is None:
                 raise EngineError(f"the model has no tensor {body.name!r}")
+            if tensor.is_meta:
+                raise EngineError("this engine does not show its weights")
             rows: Any = tensor[: max(0, body.truncate_size)] if tensor.dim() else tensor
             return json_number(rows.to("cpu", torch.float32).tolist())
 

@@ -12,6 +12,7 @@ import pytest
 from engine_contract import (
     ENDLESS,
     FIRST,
+    FRONT_END,
     SLOTS,
     Serving,
     begin,
@@ -32,7 +33,6 @@ from gcore.rollout.client import EngineClient, SamplingParams
 from gcore.testing.models import make_tiny_model
 from gcore.types import Version
 
-TORCH_ONLY = pytest.mark.parametrize("serving", ["torch"], indirect=True)
 SECOND = "0.1"
 
 
@@ -75,7 +75,7 @@ async def test_the_samples_of_a_batch_are_aborted_by_their_own_names(
     assert not beside.task.done()
 
 
-@TORCH_ONLY  # SGLang aborts nothing by a batch's name, and by "a" also what is called "ab"
+@FRONT_END  # SGLang aborts nothing by a batch's name, and by "a" also what is called "ab"
 async def test_a_batch_is_aborted_by_its_name_and_nothing_by_the_beginning_of_its_own(
     http: httpx.AsyncClient, client: EngineClient
 ) -> None:
@@ -90,7 +90,7 @@ async def test_a_batch_is_aborted_by_its_name_and_nothing_by_the_beginning_of_it
     assert not longer.task.done()
 
 
-@TORCH_ONLY
+@FRONT_END
 async def test_abort_ends_waiting_samples_too_and_reports_their_version(
     http: httpx.AsyncClient, client: EngineClient
 ) -> None:
@@ -243,7 +243,7 @@ async def test_a_cache_that_running_requests_hold_is_not_flushed_by_a_change_of_
     assert [version for version, _, _ in spans(answer)] == ([FIRST, SECOND] if serving.is_sglang else [FIRST])
 
 
-@TORCH_ONLY  # SGLang looks whether the aborted ones are gone before they are, and answers 400 with the weights changed
+@FRONT_END  # SGLang looks whether the aborted ones are gone before they are, and answers 400 with the weights changed
 async def test_a_change_of_weights_may_abort_what_runs(changing: httpx.AsyncClient, serving: Serving) -> None:
     running = await begin(changing, input_ids=[5, 6], sampling_params=ENDLESS)
     body = {"model_path": str(serving.weights[1]), "weight_version": SECOND, "abort_all_requests": True}
@@ -284,7 +284,7 @@ async def test_weights_that_are_not_there_are_refused_and_the_old_ones_stay(
 
 
 # SGLang's way back after weights that it could not load reads the same weights again; its scheduler dies of that.
-@TORCH_ONLY
+@FRONT_END
 async def test_weights_that_do_not_fit_are_refused_and_the_old_ones_stay(
     client: EngineClient, http: httpx.AsyncClient, serving: Serving, tmp_path: Path
 ) -> None:
@@ -300,7 +300,7 @@ async def test_weights_that_do_not_fit_are_refused_and_the_old_ones_stay(
     assert error_of(serving.weights[0], [5, 6], answer) < 1e-5
 
 
-@TORCH_ONLY  # SGLang takes any version
+@FRONT_END  # SGLang takes any version
 async def test_an_older_version_is_refused_and_changes_nothing(
     changing: httpx.AsyncClient, client: EngineClient, serving: Serving
 ) -> None:
@@ -344,7 +344,7 @@ async def test_memory_is_released_and_resumed(http: httpx.AsyncClient, serving: 
     assert error_of(serving.weights[0], [5, 6], await waiting) < serving.tolerance
 
 
-@TORCH_ONLY  # a CPU has no memory to release in SGLang
+@FRONT_END  # a CPU has no memory to release in SGLang
 async def test_released_weights_are_not_shown_as_if_they_were_empty(http: httpx.AsyncClient) -> None:
     await post(http, "/release_memory_occupation", tags=["weights"])
     response = await http.post("/get_weights_by_name", json={"name": "model.norm.weight"})
@@ -353,7 +353,7 @@ async def test_released_weights_are_not_shown_as_if_they_were_empty(http: httpx.
     assert "weights are released" in response.json()["error"]["message"]
 
 
-@TORCH_ONLY  # SGLang's scheduler dies of the first two, and takes the third for granted
+@FRONT_END  # SGLang's scheduler dies of the first two, and takes the third for granted
 async def test_memory_is_not_taken_from_what_runs(http: httpx.AsyncClient) -> None:
     await post(http, "/resume_memory_occupation")
     running = await begin(http, input_ids=[5, 6], sampling_params=ENDLESS)
@@ -401,7 +401,7 @@ async def test_it_tells_how_it_is(http: httpx.AsyncClient, client: EngineClient,
     assert (info.running, info.waiting) == (0, 0)
 
 
-@TORCH_ONLY  # SGLang has it for some architectures only, and not for this one
+@FRONT_END  # SGLang has it for some architectures only, and not for this one
 async def test_a_tensor_is_shown_by_name(http: httpx.AsyncClient) -> None:
     body = {"name": "model.embed_tokens.weight", "truncate_size": 2}
     rows = await post(http, "/get_weights_by_name", **body)

@@ -14,6 +14,8 @@ import httpx
 import pytest
 import torch
 from engine_contract import (
+    FRONT_END,
+    OF_VLLM,
     Serving,
     begin,
     chosen,
@@ -26,7 +28,7 @@ from engine_contract import (
     reason,
     spans,
 )
-from engine_processes import SglangProcess, engine_process
+from engine_processes import TORCH, SglangProcess, engine_process, vllm_command
 
 from gcore.engines.torch.frontend import BIG_ANSWER_TOKENS
 from gcore.rollout.client import EngineClient, SamplingParams
@@ -78,7 +80,7 @@ async def test_a_greedy_sample_takes_the_likeliest_tokens(client: EngineClient, 
 
 # SGLang takes a seed and pays no heed to it unless it was started with --enable-deterministic-inference, which it refuses
 # together with the only attention that it has on a CPU.
-@pytest.mark.parametrize("serving", ["torch"], indirect=True)
+@FRONT_END
 async def test_the_same_seed_gives_the_same_sample_whatever_else_is_in_the_batch(client: EngineClient) -> None:
     ids = prompt(3, 12)
     (alone,) = await client.generate(ids, params(60), seeds=(77,), rid="alone")
@@ -368,15 +370,15 @@ async def test_a_stream_tells_no_beginning_of_a_stop_string(http: httpx.AsyncCli
     assert all(parts[-1]["text"].startswith(part["text"]) for part in parts)
 
 
-@pytest.mark.parametrize("engine", ["torch", pytest.param("sglang", marks=pytest.mark.sglang)])
+@pytest.mark.parametrize("engine", ["torch", pytest.param("sglang", marks=pytest.mark.sglang), OF_VLLM])
 async def test_the_end_token_ends_a_sample_unless_it_is_ignored_or_too_early(tmp_path: Path, engine: str) -> None:
     async def made(http: httpx.AsyncClient, **more: Any) -> list[Any]:
         rows = [{"max_new_tokens": 60, "sampling_seed": seed, **more} for seed in range(40)]
         return list(await generate(http, input_ids=[[5, 6]] * len(rows), sampling_params=rows))
 
-    folder = make_tiny_model(tmp_path)
-    if engine == "torch":
-        with engine_process(folder) as url:
+    folder = make_tiny_model(tmp_path, hidden=64, heads=2, kv_heads=1)
+    if engine != "sglang":
+        with engine_process(folder, TORCH if engine == "torch" else vllm_command()) as url:
             async with httpx.AsyncClient(base_url=url, timeout=60, trust_env=False) as http:
                 plainly, ignored = await made(http), await made(http, ignore_eos=True)
                 late = await made(http, min_new_tokens=10)
@@ -443,7 +445,7 @@ async def test_n_gives_so_many_samples_prompt_by_prompt(http: httpx.AsyncClient)
     assert [a["meta_info"]["prompt_tokens"] for a in batch] == [2, 2, 1, 1]
 
 
-@pytest.mark.parametrize("serving", ["torch"], indirect=True)  # SGLang gives the samples of `n` names of its own
+@FRONT_END  # SGLang gives the samples of `n` names of its own
 async def test_the_samples_of_n_have_seeds_and_names_of_their_own(http: httpx.AsyncClient) -> None:
     sampling = {"max_new_tokens": 20, "ignore_eos": True, "sampling_seed": 3}
     single = await generate(http, text="1+2=", sampling_params=sampling)
@@ -462,7 +464,7 @@ async def test_a_thousand_waiting_requests_are_all_answered(client: EngineClient
     assert all(len(sample.token_ids) == 4 for sample in samples)
 
 
-@pytest.mark.parametrize("serving", ["torch"], indirect=True)  # about how the torch engine writes big answers
+@FRONT_END  # about how the torch engine writes big answers
 async def test_an_answer_too_big_for_the_event_loop_is_whole(client: EngineClient, serving: Serving) -> None:
     count = -(-BIG_ANSWER_TOKENS // 400)
     samples = await client.generate(prompt(3, 5), params(400), seeds=range(count), rid="big")

