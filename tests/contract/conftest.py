@@ -5,13 +5,13 @@ from pathlib import Path
 
 import httpx
 import pytest
-from engine_contract import CHAT_TEMPLATE, CONTEXT, FIRST, OF_VLLM, SLOTS, Serving
+from engine_contract import CHAT_TEMPLATE, CONTEXT, FIRST, OF_SGLANG, OF_VLLM, SLOTS, Serving
 from engine_processes import SglangProcess, engine_process, vllm_command
 
 from gcore.rollout.client import EngineClient
 from gcore.testing.models import make_tiny_model
 
-ENGINES = ["torch", pytest.param("sglang", marks=pytest.mark.sglang), OF_VLLM]
+ENGINES = ["torch", OF_SGLANG, OF_VLLM]
 TIMEOUT_S = 120
 
 

@@ -30,6 +30,10 @@ CHAT_TEMPLATE = (
 )
 TOLERANCE = {"torch": 1e-5, "sglang": 1e-4, "vllm": 1e-4}
 OF_VLLM = pytest.param("vllm", marks=pytest.mark.vllm)
+OF_SGLANG = pytest.param("sglang", marks=pytest.mark.sglang)
+TORCH_ONLY = pytest.mark.parametrize("serving", ["torch"], indirect=True)
+SLEEPERS = pytest.mark.parametrize("serving", ["torch", OF_SGLANG], indirect=True)
+"""The engines that do not refuse to sleep on a CPU."""
 FRONT_END = pytest.mark.parametrize("serving", ["torch", OF_VLLM], indirect=True)
 """The engines behind gcore's own HTTP front end."""
 

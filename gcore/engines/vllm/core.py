@@ -130,6 +130,8 @@ class VllmCore(GeneratorBase):
         self._request_of = request_of
         self._sequences: dict[str, _Running] = {}
         """Sequences that run or wait in vLLM, by the names that they have there."""
+        self._received: dict[str, torch.Tensor] = {}
+        """Broadcast tensors that are not loaded yet, because others are missing."""
         self._suspects: dict[tuple[str, ...], npt.NDArray[np.bool_]] = {}
         """By stop strings: which tokens may complete one of them."""
 
@@ -255,6 +257,7 @@ class VllmCore(GeneratorBase):
     def change_weights(self, staged: StagedWeights, version: str | None, *, flush: bool, abort: bool) -> None:
         """Let vLLM's workers load weights. See `EngineBase.change_weights`.
 
+        Broadcast tensors are kept until all of the model's are there. The last ones name the version.
         Running sequences keep their keys and values only without `flush`, and without a shared cache: a later request
         would otherwise begin with keys and values of the old weights.
         """
@@ -263,14 +266,26 @@ class VllmCore(GeneratorBase):
         if abort:
             self.abort_all("aborted by a weight update")
         if isinstance(staged, StagedFolder):
-            options: dict[str, Any] = {"weights_path": str(staged.folder)}
+            self._load({"weights_path": str(staged.folder)})
         else:
-            options = {"weights_iterator": list(staged.tensors.items())}
-        with torch.no_grad():
-            self._client.collective_rpc("reload_weights", kwargs=options)
+            self._received |= staged.tensors
+            if missing := sorted(self._served.tensors.keys() - self._received.keys() - TIED):
+                # vLLM joins some tensors of a checkpoint (q, k, v) and cannot load a part of them.
+                if version is not None:
+                    raise EngineError(
+                        f"vLLM loads all weights at once, and {missing[0]} was not received",
+                        fix="Broadcast all tensors before the version changes",
+                    )
+                return
+            self._load({"weights_iterator": list(self._received.items())})
         if flush or self._limits.shares_prefixes:
             self._retract()
         self.rename(version or self.version)
+
+    def _load(self, options: Mapping[str, Any]) -> None:
+        self._received = {}
+        with torch.no_grad():
+            self._client.collective_rpc(load_weights, kwargs=options)
 
     def release(self, tags: frozenset[str]) -> None:
         """Release the weights and the KV cache. Raises EngineError while sequences run, and where vLLM cannot."""
@@ -306,6 +321,18 @@ class VllmCore(GeneratorBase):
 
     def _free_cache(self) -> None:
         """vLLM's cache is allocated once; `_retract` has emptied it."""
+
+
+def load_weights(worker: Any, **options: Any) -> None:
+    """Load weights in one of vLLM's workers, from a folder or from tensors. vLLM calls it in each worker.
+
+    On CPUs vLLM 0.32 packs an output layer that is tied to the embeddings at start, and leaves the packed copy as it is
+    when the embeddings change. So it is packed again.
+    """
+    worker.reload_weights(**options)
+    for module in worker.get_model().modules():
+        if getattr(module, "cpu_linear", None) is not None and hasattr(module, "tie_weights"):
+            module.quant_method.process_weights_after_loading(module)
 
 
 def _top(ids: npt.NDArray[Any], row: npt.NDArray[Any], count: int) -> Top:

@@ -15,6 +15,7 @@ import pytest
 import torch
 from engine_contract import (
     FRONT_END,
+    OF_SGLANG,
     OF_VLLM,
     Serving,
     begin,
@@ -370,7 +371,7 @@ async def test_a_stream_tells_no_beginning_of_a_stop_string(http: httpx.AsyncCli
     assert all(parts[-1]["text"].startswith(part["text"]) for part in parts)
 
 
-@pytest.mark.parametrize("engine", ["torch", pytest.param("sglang", marks=pytest.mark.sglang), OF_VLLM])
+@pytest.mark.parametrize("engine", ["torch", OF_SGLANG, OF_VLLM])
 async def test_the_end_token_ends_a_sample_unless_it_is_ignored_or_too_early(tmp_path: Path, engine: str) -> None:
     async def made(http: httpx.AsyncClient, **more: Any) -> list[Any]:
         rows = [{"max_new_tokens": 60, "sampling_seed": seed, **more} for seed in range(40)]

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from engine_contract import Serving
+from engine_contract import SLEEPERS, Serving
 
 from gcore.rollout.client import EngineClient, ProgressCallback, SamplingParams
 from gcore.types import Version
@@ -10,6 +10,7 @@ from gcore.types import Version
 LONG = SamplingParams(temperature=1.0, max_new_tokens=10_000)
 
 
+@SLEEPERS
 async def test_an_engine_sleeps_with_its_work_handed_back_and_serves_what_it_is_brought_after_it_woke(
     client: EngineClient, serving: Serving
 ) -> None:
