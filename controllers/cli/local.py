@@ -339,7 +339,7 @@ class UpRequest:
     """The cluster that `start_cluster` shall start. `port`: API port of the first daemon, the others use the next ones;
     None: free ports.
 
-    `sglang_python`: the Python interpreter with SGLang, or None. `lease_ttl_s`: lease TTL of the daemons; None: the
+    `sglang_python`, `vllm_python`: the Python interpreters with SGLang and vLLM, or None. `lease_ttl_s`: lease TTL of the daemons; None: the
     default, which assumes at least one core per daemon.
     """
 
@@ -349,6 +349,7 @@ class UpRequest:
     port: int | None = None
     etcd_port: int | None = None
     sglang_python: Path | None = None
+    vllm_python: Path | None = None
     lease_ttl_s: int | None = None
 
 
@@ -528,6 +529,7 @@ async def _start(
                 slots=slots,
                 run_root=str(home / "runs"),
                 sglang_python=str(request.sglang_python) if request.sglang_python else None,
+                vllm_python=str(request.vllm_python) if request.vllm_python else None,
                 host_memory_gib=memory_share_gib(len(slots), sum(map(len, shares))),
                 local_cluster=True,
                 **({} if request.lease_ttl_s is None else {"lease_ttl_s": request.lease_ttl_s}),

@@ -143,6 +143,14 @@ SglangPython = Annotated[
     ),
 ]
 
+VllmPython = Annotated[
+    Path | None,
+    typer.Option(
+        envvar="GCORE_VLLM_PYTHON",
+        help="Python interpreter or virtual environment that has vLLM, for rollout.engine: vllm. Default: .venv-vllm.",
+    ),
+]
+
 DEFAULT_HOME = Path(".gcore")
 DEFAULT_CONTROLLERS = 2
 DEFAULT_SLOTS = "cpu:2"

@@ -274,6 +274,7 @@ class NodeRegistration:
             pid=os.getpid(),
             started=self._clock.wall(),
             sglang=config.sglang_python is not None,
+            vllm=config.vllm_python is not None,
             facts=facts,
         )
 

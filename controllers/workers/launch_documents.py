@@ -1,7 +1,7 @@
 """The launch documents of this node's workers: the command and the settings with which a worker's child process is
 started.
 
-The torch engine and SGLang's worker get the same settings under the same names, as far as both have them; `rollout.engine` selects the
+All engines get the same settings under the same names, as far as they have them; `rollout.engine` selects the
 engine. `controllers.workers.launcher` starts the processes.
 """
 
@@ -16,7 +16,8 @@ from gcore.api.tls import Connector, ServingTls
 from gcore.config.node import NodeConfig
 from gcore.config.spec import JobSpec
 from gcore.engines.emulated.launch import HostLaunch, PlacedEngine, ServedJudge, is_emulated
-from gcore.engines.sglang.command import HOW
+from gcore.engines.environments import ENVIRONMENTS
+from gcore.engines.vllm.command import program
 from gcore.errors import GcoreError
 from gcore.ledger.records.job import EnginePlace
 from gcore.models.layout import FIRST_WEIGHTS
@@ -27,17 +28,18 @@ ENGINE_COMMANDS: Mapping[str, tuple[str, ...]] = {
     "torch": (sys.executable, "-P", "-m", "gcore.engines.torch"),
     "sglang": (sys.executable, "-P", "-m", "gcore.engines.sglang"),
 }
+"""Commands of the engines that start with this Python."""
 
 RANK_COMMAND = (sys.executable, "-P", "-m", "gcore.train")
 # The former module name, kept for compatibility; the code is in `gcore.engines.emulated.rank`.
 EMULATED_RANK_COMMAND = (sys.executable, "-P", "-m", "gcore.emulated.rank")
 
-START_LIMITS_S: Mapping[str, float] = {"torch": 600.0, "sglang": 1800.0}
-"""Maximum time from an engine's start to its serving. SGLang loads big models and captures CUDA graphs."""
+START_LIMITS_S: Mapping[str, float] = {"torch": 600.0, "sglang": 1800.0, "vllm": 1800.0}
+"""Maximum time from an engine's start to its serving. SGLang and vLLM load big models and capture CUDA graphs."""
 
 
-class SglangMissing(GcoreError):
-    """Raised if a job needs SGLang on a node that does not have it."""
+class EngineMissing(GcoreError):
+    """Raised if a job needs an engine on a node that does not have it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +54,7 @@ class LaunchDocument:
 
 
 def engine_document(spec: JobSpec, place: EnginePlace, config: NodeConfig) -> LaunchDocument:
-    """The launch document of an engine, for the policy or for a judge, on slots of the node of `config`. Raises SglangMissing."""
+    """The launch document of an engine, for the policy or for a judge, on slots of the node of `config`. Raises EngineMissing."""
     judge = next((one for one in spec.judges if one.name == place.judge), None)
     model, serving = (spec.model, spec.rollout) if judge is None else (judge.model, judge.serving)
     assert model is not None
@@ -74,15 +76,22 @@ def engine_document(spec: JobSpec, place: EnginePlace, config: NodeConfig) -> La
     }
     if serving.engine == "torch":
         document |= {"kind": "engine", "deterministic": spec.rollout.deterministic}
+        command = ENGINE_COMMANDS["torch"]
     else:
-        if config.sglang_python is None:
+        environment = ENVIRONMENTS[serving.engine]
+        python = config.sglang_python if serving.engine == "sglang" else config.vllm_python
+        if python is None:
             key = "rollout.engine" if judge is None else f"the engine of judge {judge.name!r}"
-            raise SglangMissing(f"{key} is sglang, but node {config.node} has no SGLang", fix=HOW)
-        document |= {"kind": "sglang", "python": config.sglang_python, "engine_args": list(serving.engine_args)}
+            missing = f"{key} is {serving.engine}, but node {config.node} has no {environment.name}"
+            raise EngineMissing(missing, fix=environment.how)
+        document |= {"kind": serving.engine, "engine_args": list(serving.engine_args)}
         document["gpus"] = len(place.slots) if cuda else 1
-    return LaunchDocument(
-        ENGINE_COMMANDS[serving.engine], document, device_env(*place.slots), START_LIMITS_S[serving.engine]
-    )
+        if serving.engine == "sglang":
+            command = ENGINE_COMMANDS["sglang"]
+            document["python"] = python
+        else:
+            command = (python, "-P", program())
+    return LaunchDocument(command, document, device_env(*place.slots), START_LIMITS_S[serving.engine])
 
 
 def emulated_engine(place: EnginePlace, host: str) -> PlacedEngine:

@@ -22,8 +22,8 @@ from pathlib import Path
 from controllers.rules.view import JobView, world_start
 from controllers.rules.workers import Launch, Launches, StartEngine, StartRank, engine_key, is_usable, launch_key
 from controllers.workers.launch_documents import (
+    EngineMissing,
     LaunchDocument,
-    SglangMissing,
     access_settings,
     device_env,
     emulated_engine,
@@ -182,7 +182,7 @@ class WorkerLauncher:
         self._last[key] = self._clock.monotonic()
         try:
             self._newest[key] = self._started[key] = self._spawn(action, view)
-        except (CannotStart, SglangMissing, OSError) as error:
+        except (CannotStart, EngineMissing, OSError) as error:
             self._newest.pop(key, None)
             self._why[key] = str(error)
             why = f"{key} cannot be started: {error}"
@@ -218,7 +218,7 @@ class WorkerLauncher:
                 self._newest[key] = self._started[key] = Launch(one.instance, process, now, said, said)
 
     def _spawn(self, action: StartEngine | StartRank, view: JobView) -> Launch:
-        """Start the supervisor process of a worker. Raises CannotStart, SglangMissing, OSError."""
+        """Start the supervisor process of a worker. Raises CannotStart, EngineMissing, OSError."""
         uid = view.mirror.keys.uid
         run_dir = Path(view.job.run_dir)
         slots: tuple[str, ...] = action.place.slots if isinstance(action, StartEngine) else (action.place.slot,)

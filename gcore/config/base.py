@@ -21,7 +21,7 @@ MOST_SPANNED = 64
 SlotsPerEngine = Annotated[int, Field(ge=1, le=MOST_SPANNED)]
 
 SPANS = (
-    "Slots of one node that one engine uses (tensor parallel; SGLang only). Must divide the model's attention heads and the slots "
+    "Slots of one node that one engine uses (tensor parallel; SGLang and vLLM only). Must divide the model's attention heads and the slots "
     "of each node"
 )
 

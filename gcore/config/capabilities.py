@@ -81,6 +81,21 @@ ENGINES: Mapping[str, EngineCapabilities] = {
         adapters=False,
         pictures=False,
     ),
+    "vllm": EngineCapabilities(
+        devices="CPU, or GPUs (unproved)",
+        several_slots=True,
+        several_nodes=False,
+        arguments=True,
+        deterministic=False,
+        abort=True,
+        partial=True,
+        versions=True,
+        updates="folder, broadcast",
+        sleep="GPU (unproved)",
+        classifiers=False,
+        adapters=False,
+        pictures=False,
+    ),
 }
 
 BACKENDS: Mapping[str, BackendCapabilities] = {

@@ -164,7 +164,7 @@ class AllowSection(Section):
     advantages: Names | None = None
     losses: Names | None = None
     engine_args: bool | None = None
-    """Whether specs may pass arguments to the SGLang server, which can make it run code; None: only without authentication."""
+    """Whether specs may pass arguments to SGLang and vLLM, which can make them run code; None: only without authentication."""
     roots: tuple[File, ...] | None = None
     """Folders that must contain every path of a spec: models, data, storage.root. None: without authentication, any path that the
     daemon's user can read; otherwise none. Always excludes the daemon's own files (`controllers.api.submission.allowlist`)."""
@@ -265,6 +265,8 @@ class NodeConfig(Section):
     """Parent folder of the run folders. Every node must see it."""
     sglang_python: str | None = None
     """Python interpreter with SGLang, for jobs with `rollout.engine: sglang`; None: the node runs no such job."""
+    vllm_python: str | None = None
+    """Python interpreter with vLLM, for jobs with `rollout.engine: vllm`; None: the node runs no such job."""
     lease_ttl_s: Annotated[PositiveInt, Field(le=3600)] = 5
     """Lease TTL: after this long without a renewal, peers consider the daemon gone."""
     lease_tick_s: PositiveFloat | None = None

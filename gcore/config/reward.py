@@ -228,7 +228,7 @@ class JudgeModel(Section):
 class JudgeServing(Section):
     """The engines that serve a judge's model: their kind, number, size and memory."""
 
-    engine: Literal["torch", "sglang"] = Field("torch", description="Engine that serves the judge")
+    engine: Literal["torch", "sglang", "vllm"] = Field("torch", description="Engine that serves the judge")
     slots_per_engine: SlotsPerEngine = Field(1, description=f"{SPANS}. Must be equal for all judges")
     replicas: PositiveInt | None = Field(
         None,
@@ -242,7 +242,7 @@ class JudgeServing(Section):
     prefill_chunk_tokens: PositiveInt = Field(
         512, description="Input tokens that an engine prefills between two decoding steps"
     )
-    engine_args: tuple[str, ...] = Field((), description="Additional command-line arguments of the SGLang server")
+    engine_args: tuple[str, ...] = Field((), description="Additional command-line arguments of SGLang or vLLM")
 
     @model_validator(mode="after")
     def _check_engine(self) -> JudgeServing:
@@ -481,6 +481,9 @@ class JudgeSpec(Section):
     def _refuse_for_classifier(self) -> None:
         if self.external is not None:
             raise ValueError("kind: classifier needs a model; an external judge must be generative")
+        settings = {"kind: classifier": ("classifiers", True)}
+        for why in lacking(ENGINES, "serving.engine", self.serving.engine, settings):
+            raise ValueError(why)
         if self.mode == "pairwise":
             raise ValueError("kind: classifier scores each response alone and cannot compare pairs; leave mode out")
         for name in ("temperature", "top_p", "max_new_tokens", "stop", "votes", "verdict"):

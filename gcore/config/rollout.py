@@ -18,7 +18,7 @@ from gcore.plugins import short_name
 class RolloutSpec(Section):
     """How responses are generated."""
 
-    engine: Literal["torch", "sglang"] = Field("torch", description="Engine that generates responses")
+    engine: Literal["torch", "sglang", "vllm"] = Field("torch", description="Engine that generates responses")
     slots_per_engine: SlotsPerEngine = Field(1, description=SPANS)
     temperature: Temperature = Field(1.0, description="Sampling temperature. The trainer divides its logits by it too")
     top_p: Annotated[float, Field(gt=0, le=1)] = Field(1.0, description="Nucleus sampling. Training requires 1")
@@ -67,7 +67,7 @@ class RolloutSpec(Section):
     prefill_chunk_tokens: PositiveInt = Field(
         512, description="Prompt tokens that an engine prefills between two decoding steps"
     )
-    engine_args: tuple[str, ...] = Field((), description="Additional command-line arguments of the SGLang server")
+    engine_args: tuple[str, ...] = Field((), description="Additional command-line arguments of SGLang or vLLM")
     staleness: Annotated[int, Field(ge=0, le=64)] = Field(
         0,
         description="Maximum number of steps between the weights that generated a token and the step that trains it. 0: strictly on-policy. "

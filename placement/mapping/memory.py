@@ -40,8 +40,8 @@ PIECE = 1 << 22
 IDLE_TOKENS = 8192
 """Maximum number of prompt tokens that the torch engine prefills at once."""
 
-SGLANG_CPU_TOKENS = 65536
-"""Minimum tokens of SGLang's KV cache on a CPU if the spec sets no number."""
+FOREIGN_CPU_TOKENS = 65536
+"""Minimum tokens of the KV cache of SGLang and vLLM on a CPU if the spec sets no number."""
 
 COLUMNS = 64
 """The torch engine's KV cache is a table of requests by token positions. Full size: twice the longest request plus this
@@ -217,8 +217,8 @@ def engine_memory(served: EngineWorkload, *, size: int, rows: int, gpu: bool) ->
         least, wanted = served.longest + SLACK, rows * (2 * served.longest + COLUMNS)
     elif gpu:
         least, wanted = served.longest, rows * served.longest
-    else:  # SGLang allocates the whole cache at start
-        least = wanted = served.cache_tokens or max(SGLANG_CPU_TOKENS, served.longest)
+    else:  # SGLang and vLLM allocate the whole cache at start
+        least = wanted = served.cache_tokens or max(FOREIGN_CPU_TOKENS, served.longest)
     if served.cache_tokens is not None:
         wanted = max(least, min(wanted, served.cache_tokens))
     read = min(IDLE_TOKENS, max(served.longest, rows * int(served.read + 1)))
@@ -267,7 +267,7 @@ class MemoryExcess:
     """Models that together need too much memory: `over` bytes more than `memory`, on each of `slots` slots.
 
     `names`: the models. `engines`: whether engines are among them. `where`: describes the memory if it is not that of a
-    slot (host memory, or SGLang's share).
+    slot (host memory, or an engine's share).
     """
 
     names: tuple[str, ...]
@@ -457,7 +457,7 @@ def _share_excess(one: _Engine, slots: int, memory: SlotMemory) -> MemoryExcess 
     share, least = _share(one, memory), one.need.stays(one.need.least)
     if least <= share:
         return None
-    what = f"SGLang's {one.served.share:g} of {memory.all_of_it / GIB:.4g} GiB"
+    what = f"the engine's {one.served.share:g} of {memory.all_of_it / GIB:.4g} GiB"
     return MemoryExcess(
         (f"{one.need.name} with one longest request",), slots, share, least - share, engines=True, where=what
     )

@@ -369,7 +369,7 @@ def _hints(workload: Workload, cluster: ClusterSpec, fits: Sequence[FittingLayou
         elif best.times.step < BETTER * now.times.step:
             yield f"With {words} {best.way} is predicted to take {best.times.step:.3g} s a step instead of {now.times.step:.3g} s"
     if now is None and any(fit.way.starts is False for fit in fits):
-        yield "Only layouts with engines over several slots fit, and only SGLang supports them: set engine: sglang and run gcore plan again"
+        yield "Only layouts with engines over several slots fit, and only SGLang and vLLM support them: set engine: sglang and run gcore plan again"
 
 
 def _alternatives(training: TrainWorkload) -> Iterator[tuple[str, TrainWorkload]]:

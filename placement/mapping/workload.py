@@ -200,8 +200,11 @@ class _Reading:
         return self.config.get(name) is True
 
 
-SGLANG_SHARE = 0.5
-"""Share of GPU memory that SGLang takes at start for weights and cache, unless `engine_args` set another."""
+FIXED_SHARE = 0.5
+"""Share of GPU memory that SGLang and vLLM take at start for weights and cache, unless `engine_args` set another."""
+
+SHARE_OPTIONS = {"sglang": "--mem-fraction-static", "vllm": "--gpu-memory-utilization"}
+"""By engine that takes a fixed share: the option that sets it."""
 
 LONGEST_GUESSED = 512
 """Assumed maximum of prompt tokens if the spec sets none."""
@@ -253,7 +256,7 @@ class EngineWorkload:
 
     name: str
     shape: ModelShape
-    engine: Literal["torch", "sglang"]
+    engine: Literal["torch", "sglang", "vllm"]
     rows: int
     cache_tokens: int | None
     replicas: int | None
@@ -408,17 +411,17 @@ def _template_tokens(judge: JudgeSpec) -> int:
 
 
 def _share(engine: str, arguments: Sequence[str]) -> float | None:
-    """Return the share of GPU memory that SGLang takes, as set by its arguments or by default; None: another engine."""
-    if engine != "sglang":
+    """Return the share of GPU memory that an engine takes, as set by its arguments or by default; None: what it needs."""
+    if engine not in SHARE_OPTIONS:
         return None
     words = [word for argument in arguments for word in argument.split("=", 1)]
     for name, value in pairwise(words):
-        if name == "--mem-fraction-static":
+        if name == SHARE_OPTIONS[engine]:
             try:
                 return min(1.0, max(0.0, float(value)))
             except ValueError:
-                break  # SGLang reports an invalid option itself
-    return SGLANG_SHARE
+                break  # the engine reports an invalid option itself
+    return FIXED_SHARE
 
 
 def _training(spec: JobSpec, shapes: JobShapes, lengths: MeanLengths, longest: int) -> TrainWorkload:
@@ -459,7 +462,7 @@ GRID = 24
 @dataclass(frozen=True, slots=True, order=True)
 class PoolLayout:
     """One layout of the pools. `rollout_size`, `reward_size`: slots per engine. `asleep`: the split is co-located, and
-    inactive models sleep. `starts`: whether the job can start with it: only SGLang engines can span several slots."""
+    inactive models sleep. `starts`: whether the job can start with it: only SGLang and vLLM engines can span several slots."""
 
     split: Split
     rollout_size: int
@@ -520,7 +523,7 @@ def layouts_within(bounds: SplitBounds, workload: Workload, *, gpu: bool) -> Ite
 def _starts(workload: Workload, rollout_size: int, reward_size: int) -> bool:
     """Whether the spec's engines can span this many slots."""
     wide = [workload.rollout] * (rollout_size > 1) + list(workload.judges) * (reward_size > 1)
-    return all(served.engine == "sglang" for served in wide)
+    return all(served.engine != "torch" for served in wide)
 
 
 def _splits(bounds: SplitBounds) -> Iterator[Split]:

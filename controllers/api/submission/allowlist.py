@@ -258,7 +258,7 @@ class Allowlist:
         for where, arguments in servings:
             if arguments and not may:
                 raise SpecError(
-                    "this cluster does not allow arguments for the SGLang server",
+                    "this cluster does not allow arguments for the command lines of engines",
                     where=f"{where}.engine_args",
                     fix="Leave them out, or ask an admin to set allow.engine_args in the nodes' configuration",
                 )

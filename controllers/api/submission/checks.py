@@ -29,7 +29,9 @@ from gcore.config.validation import SAYS_NOTHING
 from gcore.data.renderer import PromptRenderer
 from gcore.data.stream import JobPrompts, LengthReport, PromptSource, check_lengths, open_prompts, spread_entries
 from gcore.engines.emulated.launch import is_emulated
-from gcore.engines.sglang.command import HOW, check_engine_args, find_python
+from gcore.engines.environments import ENVIRONMENTS
+from gcore.engines.sglang import command as sglang
+from gcore.engines.vllm import command as vllm
 from gcore.errors import DataError, GcoreError, SpecError
 from gcore.flows.filters import find_filters, try_filters
 from gcore.ledger.records.cluster import ModelConfigs, attention_equals_at
@@ -80,12 +82,25 @@ CheckProgress = Callable[[str, int, int], None]
 
 
 def check_engine(spec: JobSpec, nodes: Sequence[NodeRecord]) -> None:
-    """Check that the nodes have the engine that the job needs. Emulated slots have every engine. Raises SpecError."""
-    without = sorted(node.name for node in nodes if not node.sglang and not all(map(is_emulated, node.slots)))
-    where = next(iter(wants_sglang(spec)), None)
-    if where is not None and (without or not nodes):
-        which = "no node has SGLang" if len(without) == len(nodes) else f"SGLang is missing on {', '.join(without)}"
-        raise SpecError(which, where=where, fix=f"{HOW}, and restart the nodes. Or set {where}: torch")
+    """Check that the nodes have the engines that the job needs, and that these can do it there. Emulated slots have every
+    engine. Raises SpecError."""
+    real = [node for node in nodes if not all(map(is_emulated, node.slots))]
+    for where, engine in wanted_engines(spec):
+        name = ENVIRONMENTS[engine].name
+        without = sorted(node.name for node in real if not (node.sglang if engine == "sglang" else node.vllm))
+        if without or not nodes:
+            which = (
+                f"no node has {name}" if len(without) == len(nodes) else f"{name} is missing on {', '.join(without)}"
+            )
+            fix = f"{ENVIRONMENTS[engine].how}, and restart the nodes. Or set {where}: torch"
+            raise SpecError(which, where=where, fix=fix)
+        cpus = sorted(node.name for node in real if any(slot.startswith("cpu:") for slot in node.slots))
+        if engine == "vllm" and spec.placement.memory == "in_turns" and cpus:
+            raise SpecError(
+                f"vLLM cannot release its memory on the CPU slots of {', '.join(cpus)}",
+                where="placement.memory",
+                fix=f"Set it to kept, or set {where}: torch",
+            )
 
 
 def check_backend(spec: JobSpec, nodes: Sequence[NodeRecord]) -> None:
@@ -102,11 +117,16 @@ def check_backend(spec: JobSpec, nodes: Sequence[NodeRecord]) -> None:
         raise SpecError("PEFT is not installed here", where="train.lora", fix="Install gcore[lora] on every node")
 
 
-def wants_sglang(spec: JobSpec) -> tuple[str, ...]:
-    """The names of the settings with which a spec requests the SGLang engine; empty if it does not."""
-    judges = enumerate(spec.judges)
-    wanted = ["rollout.engine"] * (spec.rollout.engine == "sglang")
-    return (*wanted, *(f"judges.{number}.serving.engine" for number, one in judges if one.serving.engine == "sglang"))
+def wanted_engines(spec: JobSpec) -> tuple[tuple[str, str], ...]:
+    """The settings with which a spec requests engines that have an environment of their own, and these engines."""
+    judges = ((f"judges.{number}.serving.engine", one.serving.engine) for number, one in enumerate(spec.judges))
+    named = (("rollout.engine", spec.rollout.engine), *judges)
+    return tuple((where, engine) for where, engine in named if engine in ENVIRONMENTS)
+
+
+def check_arguments(engine: str, arguments: Sequence[str]) -> None:
+    """Check the additional arguments of an engine's command line. Raises UsageError."""
+    (vllm if engine == "vllm" else sglang).check_engine_args(arguments)
 
 
 def check_served_judges(spec: JobSpec, nodes: Sequence[NodeRecord]) -> None:
@@ -154,8 +174,12 @@ def check_copies(spec: JobSpec, *, local: bool) -> None:
 
 def local_warning(spec: JobSpec) -> str | None:
     """A warning if this machine lacks something that the job needs. The machines that run the job may have it."""
-    if (wanted := wants_sglang(spec)) and find_python() is None:
-        return f"warning: {wanted[0]} is sglang, and SGLang was not found on this machine. {HOW}"
+    for where, engine in wanted_engines(spec):
+        environment = ENVIRONMENTS[engine]
+        if environment.find() is None:
+            return (
+                f"warning: {where} is {engine}, and {environment.name} was not found on this machine. {environment.how}"
+            )
     return None
 
 
@@ -256,7 +280,7 @@ def _check_judge(number: int, judge: JudgeSpec) -> CheckedJudge:
     where = f"judges.{number}"
     question = Question.compile(judge, where)
     find_parser(judge.verdict.parser, f"{where}.verdict.parser")
-    check_engine_args(judge.serving.engine_args)
+    check_arguments(judge.serving.engine, judge.serving.engine_args)
     if judge.model is None:
         new_client(judge, judge_key(judge, os.environ, where))
         return CheckedJudge(number, judge, question)
@@ -366,7 +390,7 @@ def check_submission(
         find_policy(spec.placement.policy)
     find_flow(spec.flow.name)
     filters = find_filters(spec.flow.filters)
-    check_engine_args(spec.rollout.engine_args)
+    check_arguments(spec.rollout.engine, spec.rollout.engine_args)
     check_trackers(spec.tracking)
     check_fallbacks(spec)
     with RewardTrial(rewards_of(spec), spec.scoring) as rewards:

@@ -29,6 +29,7 @@ from controllers.cli.options import (
     NodeName,
     SglangPython,
     Slots,
+    VllmPython,
     call_cluster,
     command,
     verb_examples,
@@ -357,6 +358,7 @@ def up(
     ] = None,
     etcd_port: Annotated[int | None, typer.Option(help="Port of the local etcd.")] = None,
     sglang_python: SglangPython = None,
+    vllm_python: VllmPython = None,
     output: Format = Output.TABLE,
 ) -> None:
     """Start a cluster on this machine: etcd and several daemons. Returns when all are ready.
@@ -365,9 +367,10 @@ def up(
     """
 
     from controllers.cli import local
-    from gcore.engines.sglang.command import find_python
+    from gcore.engines.environments import SGLANG, VLLM
 
-    request = local.UpRequest(home, controllers, slots, port, etcd_port, find_python(sglang_python))
+    pythons = (SGLANG.find(sglang_python), VLLM.find(vllm_python))
+    request = local.UpRequest(home, controllers, slots, port, etcd_port, *pythons)
     result = asyncio.run(
         local.start_cluster(request, clock=SystemClock(), say=lambda what: say(what, err=output.is_for_programs))
     )

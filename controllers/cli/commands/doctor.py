@@ -31,6 +31,7 @@ from controllers.cli.options import (
     Home,
     SglangPython,
     Slots,
+    VllmPython,
     command,
 )
 from controllers.cli.output import Output
@@ -44,6 +45,7 @@ from gcore.system.process import thread_environment
 
 if TYPE_CHECKING:
     from gcore.config.local_cluster import LocalClusterState
+    from gcore.engines.environments import EngineEnvironment
     from gcore.store.etcd import EtcdBinary
 
 PROBE_LIMIT_S = 90.0
@@ -65,6 +67,7 @@ def doctor(
     slots: Slots = DEFAULT_SLOTS,
     online: Annotated[bool, typer.Option("--online", help="Also check that the model hubs can be reached.")] = False,
     sglang_python: SglangPython = None,
+    vllm_python: VllmPython = None,
     output: Format = Output.TABLE,
 ) -> None:
     """Check this machine and the local cluster, and advise what to do. Changes nothing.
@@ -79,7 +82,7 @@ def doctor(
     wanted = RequestedSlots(slots.partition(":")[0], len(deal_slots(slots, 1)[0]))
     if output is Output.TABLE:
         say("Checking; starting torch and etcd briefly, which takes some seconds ...", err=True)
-    checks = asyncio.run(_look(home, wanted, online=online, sglang_python=sglang_python))
+    checks = asyncio.run(_look(home, wanted, online=online, pythons=(sglang_python, vllm_python)))
     if output.is_for_programs:
         rows = [{"check": c.name, "state": c.state.value, "seen": c.seen, "fix": c.fix} for c in checks]
         typer.echo(output.text({"checks": rows, "failed": sum(c.state is FAIL for c in checks)}))
@@ -91,14 +94,17 @@ def doctor(
         raise typer.Exit(1)
 
 
-async def _look(home: Path, wanted: RequestedSlots, *, online: bool, sglang_python: Path | None) -> list[Check]:
-    """Run all checks concurrently and return them in display order."""
+async def _look(
+    home: Path, wanted: RequestedSlots, *, online: bool, pythons: tuple[Path | None, Path | None]
+) -> list[Check]:
+    """Run all checks concurrently and return them in display order. `pythons`: those of SGLang and vLLM, if given."""
+    from gcore.engines.environments import SGLANG, VLLM
+
     clock = SystemClock()
-    probe, etcd, place, sglang, hubs, cluster = await asyncio.gather(
+    probe, etcd, place, hubs, cluster = await asyncio.gather(
         run_probe(devices=wanted.kind == "cuda"),
         try_etcd(clock),
         asyncio.to_thread(inspect_home, home, clock),
-        inspect_sglang(sglang_python),
         ask_hubs(online=online),
         inspect_cluster(home, clock),
     )
@@ -110,7 +116,7 @@ async def _look(home: Path, wanted: RequestedSlots, *, online: bool, sglang_pyth
         *etcd,
         *place,
         *inspect_machine(wanted),
-        sglang,
+        *(inspect_environment(*one) for one in zip((SGLANG, VLLM), pythons, strict=True)),
         *hubs,
         *cluster,
     ]
@@ -319,27 +325,14 @@ async def _hub(name: str, endpoint: str, fix: str) -> Check:
     return Check(name, OK, f"{endpoint} responds")
 
 
-async def inspect_sglang(named: Path | None) -> Check:
-    """Check the SGLang environment, if there is one."""
-    from gcore.engines.sglang.command import find_python
-
+def inspect_environment(environment: EngineEnvironment, named: Path | None) -> Check:
+    """Check the environment of an engine, if there is one."""
     try:
-        python = find_python(named)
+        python = environment.find(named)
     except GcoreError as error:
-        return doctor_checks.check_sglang(None, None, str(error.what))
-    if python is None:
-        return doctor_checks.check_sglang(None, None)
-    program = "import importlib.metadata as m; print(m.version('sglang'))"
-    process = await asyncio.create_subprocess_exec(
-        *(str(python), "-c", program), stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL
-    )
-    try:
-        out, _ = await asyncio.wait_for(process.communicate(), VERSION_S)
-    except TimeoutError:
-        process.kill()
-        await process.wait()
-        out = b""
-    return doctor_checks.check_sglang(str(python), out.decode(errors="replace").strip() or None)
+        return doctor_checks.check_environment(environment, None, None, str(error.what))
+    version = None if python is None else environment.version(python)
+    return doctor_checks.check_environment(environment, None if python is None else str(python), version)
 
 
 async def inspect_cluster(home: Path, clock: Clock) -> list[Check]:

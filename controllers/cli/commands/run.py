@@ -46,6 +46,7 @@ from controllers.cli.options import (
     SglangPython,
     Slots,
     SpecFile,
+    VllmPython,
     call_cluster,
     command,
 )
@@ -529,6 +530,7 @@ def run(
     slots: Slots = DEFAULT_SLOTS,
     plain: Plain = False,
     sglang_python: SglangPython = None,
+    vllm_python: VllmPython = None,
     address: Address = None,
 ) -> None:
     """Run a job until it ends. Starts a local cluster if none is running, and stops it at the end.
@@ -541,7 +543,7 @@ def run(
     from controllers.cli.commands.specs import warn_of_trust
     from gcore.client.contexts import find_cluster
     from gcore.config.load import load_spec
-    from gcore.engines.sglang.command import find_python
+    from gcore.engines.environments import SGLANG, VLLM
 
     clock = SystemClock()
     begun = clock.monotonic()
@@ -556,8 +558,8 @@ def run(
     try:
         try:
             if address is None:
-                python = find_python(sglang_python)
-                request = local.UpRequest(home, controllers, slots, sglang_python=python)
+                pythons = (SGLANG.find(sglang_python), VLLM.find(vllm_python))
+                request = local.UpRequest(home, controllers, slots, None, None, *pythons)
                 share = stack.enter_context(register_command(home, clock, say=say))
                 result = runner.run(local.start_cluster(request, clock=clock, say=say))
                 started = result.started

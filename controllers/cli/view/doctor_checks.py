@@ -12,6 +12,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from gcore.engines.environments import EngineEnvironment
+
 
 class CheckState(StrEnum):
     """The result of a check. WARN: gcore works, but slower or only for some jobs. FAIL: gcore does not work here."""
@@ -71,7 +73,6 @@ CLOCK_OLD = 1_750_000_000
 """An earlier wall clock is wrong; certificates then fail to verify."""
 
 CLOCK_APART_S = 2.0
-SGLANG_TESTED = "0.5.23"
 
 FOR_WHAT = {
     "numba": "it makes gcore simulate a hundred times as fast",
@@ -250,22 +251,27 @@ def check_threads(environment: Mapping[str, str], cpus: float) -> Check:
     return grade("threads", ", ".join(odd) or "no setting makes threads spin", (bool(odd), WARN, fix))
 
 
-def check_sglang(python: str | None, version: str | None, error: str = "") -> Check:
-    """Check the SGLang environment, which only `rollout.engine: sglang` needs.
+def check_environment(
+    environment: EngineEnvironment, python: str | None, version: str | None, error: str = ""
+) -> Check:
+    """Check the environment of an engine, which only specs that name the engine need.
 
-    `python`: its interpreter; None: no environment. `version`: of SGLang; None: not installed. `error`: why the given
-    environment is invalid.
+    `python`: its interpreter; None: no environment. `version`: of the engine; None: not installed. `error`: why the given
+    interpreter cannot be used.
     """
+    name, make = environment.name, f"make {environment.engine}-setup"
     if error:
-        fix = "Correct or unset --sglang-python or GCORE_SGLANG_PYTHON; `make sglang-setup` creates an environment"
-        return Check("SGLang", FAIL, error, fix)
+        fix = f"Correct or unset {environment.option} or {environment.variable}; `{make}` creates an environment"
+        return Check(name, FAIL, error, fix)
     if python is None:
-        return Check("SGLang", OK, "none; only rollout.engine: sglang needs it")
+        return Check(name, OK, f"none; only rollout.engine: {environment.engine} needs it")
     if version is None:
-        return Check("SGLang", FAIL, f"{python} reports no SGLang version", "Reinstall it: make sglang-setup")
-    if version != SGLANG_TESTED:
-        return Check("SGLang", WARN, f"{version} in {python}, tested with {SGLANG_TESTED}", "Test it before you use it")
-    return Check("SGLang", OK, f"{version} in {python}")
+        return Check(name, FAIL, f"{python} reports no {name} version", f"Reinstall it: {make}")
+    if version != environment.tested:
+        return Check(
+            name, WARN, f"{version} in {python}, tested with {environment.tested}", "Test it before you use it"
+        )
+    return Check(name, OK, f"{version} in {python}")
 
 
 def check_workers(states: Mapping[str, str]) -> Check:

@@ -25,7 +25,14 @@ from placement.mapping.memory import (
     train_memory,
 )
 from placement.mapping.search import FittingLayout, LayoutSearchResult, RejectedLayouts
-from placement.mapping.workload import EngineWorkload, JobShapes, MeanLengths, PoolLayout, Workload
+from placement.mapping.workload import (
+    SHARE_OPTIONS,
+    EngineWorkload,
+    JobShapes,
+    MeanLengths,
+    PoolLayout,
+    Workload,
+)
 from placement.slots import count_noun, sizes_of
 
 
@@ -355,7 +362,7 @@ def advice(workload: Workload, cluster: ClusterSpec, misfit: RejectedLayouts | N
     if misfit is None:
         return LARGER
     memory = SlotMemory.of(cluster)
-    if misfit.excess.where.startswith("SGLang"):
+    if misfit.excess.where.startswith("the engine"):
         return _of_share(_named(workload, misfit), memory)
     if misfit.excess.where:
         return f"Use nodes with more host memory (now {format_gib(misfit.excess.memory)}), fewer ranks per node, or a smaller model"
@@ -413,7 +420,7 @@ def _engine_terms(
             continue
         if memory.gpu and served.share is not None:
             yield MemoryTerm(
-                f"the memory that SGLang reserves for {served.name}", served.share * memory.all_of_it, _less(served)
+                f"the memory that the engine reserves for {served.name}", served.share * memory.all_of_it, _less(served)
             )
             continue
         policy = served is workload.rollout
@@ -431,7 +438,7 @@ def _engine_terms(
 
 def _of_share(served: EngineWorkload, memory: SlotMemory) -> str:
     share = served.share or 0.0
-    return f"SGLang reserves {share:g} of {format_gib(memory.all_of_it)} for {served.name}: {_raise(served)}"
+    return f"the engine reserves {share:g} of {format_gib(memory.all_of_it)} for {served.name}: {_raise(served)}"
 
 
 def _section(served: EngineWorkload) -> str:
@@ -440,7 +447,7 @@ def _section(served: EngineWorkload) -> str:
 
 def _flag(served: EngineWorkload) -> str:
     where = "rollout.engine_args" if served.name == "rollout" else f"serving.engine_args of {served.name}"
-    return f"{where}: [--mem-fraction-static, SHARE]"
+    return f"{where}: [{SHARE_OPTIONS[served.engine]}, SHARE]"
 
 
 def _less(served: EngineWorkload) -> str:

@@ -605,6 +605,8 @@ class NodeRecord(Record):
     started: float = 0.0
     sglang: bool = False
     """Whether SGLang is installed on the node."""
+    vllm: bool = False
+    """Whether vLLM is installed on the node."""
     facts: NodeFacts | None = None
     """Hardware of the node and its slots; None: not known, or the slots are emulated."""
 

@@ -92,8 +92,8 @@ def test_a_job_that_wants_sglang_is_refused_at_once_where_there_is_none(spec: Pa
     """The cluster's nodes were started without it: from a copy of the program that finds no environment."""
     program = tmp_path / "without.py"
     program.write_text(
-        "from gcore.engines.sglang import command as environment\n"
-        "environment.find_python = lambda *a, **k: None\n"
+        "from gcore.engines.environments import EngineEnvironment\n"
+        "EngineEnvironment.find = lambda *a, **k: None\n"
         "from controllers.cli.main import main\nmain()\n"
     )
     command = [sys.executable, str(program), "run", str(spec), "--home", str(home), "--plain", *SGLANG]

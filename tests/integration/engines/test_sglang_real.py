@@ -21,6 +21,7 @@ from sglang_worker import LONG_S, Worker, check_ended, start_worker
 from tiny_classifiers import make_tiny_classifier
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from gcore.engines.environments import SGLANG
 from gcore.engines.launch import SglangLaunch
 from gcore.engines.sglang.command import server_command
 from gcore.errors import EngineError, EngineUnreachable
@@ -49,7 +50,7 @@ def start(tmp_path: Path, folders: tuple[Path, Path]) -> Iterator[Callable[..., 
     started: list[Worker] = []
 
     def begin(**more: Any) -> Worker:
-        document = {"kind": "sglang", "python": str(require_python()), "model": str(folders[0])}
+        document = {"kind": "sglang", "python": str(require_python(SGLANG)), "model": str(folders[0])}
         document |= {"weight_version": "0.0", "batch_slots": 4, **more}
         started.append(start_worker(document, tmp_path / f"log{len(started)}"))
         return started[-1]
@@ -137,7 +138,7 @@ print(json.dumps({name: options[name] for name in ("tp_size", "device", "enable_
 
 def test_sglang_knows_every_option_that_a_gpu_server_is_given_and_takes_the_jobs_word_last() -> None:
     launch = SglangLaunch(
-        python=str(require_python()),
+        python=str(require_python(SGLANG)),
         model="/m",
         device="cuda",
         gpus=2,

@@ -11,7 +11,7 @@ import pytest
 from controllers.cli.commands.doctor import inspect_home, parse_probe, try_etcd
 from controllers.cli.view import doctor_checks as judge
 from controllers.cli.view.doctor_checks import Check, CheckState, PackageFacts, RequestedSlots
-from gcore.engines.sglang.command import find_python
+from gcore.engines.environments import SGLANG, VLLM
 from gcore.store.etcd import EtcdBinary, EtcdFailed, EtcdNotFound
 from gcore.testing import FakeClock
 
@@ -42,7 +42,8 @@ def all_checks(**seen: Any) -> list[Check]:
         judge.check_shared_memory(get("shared", 8 * GIB), wanted),
         judge.check_loopback(get("loopback", "")),
         judge.check_threads(get("environment", {}), 2),
-        judge.check_sglang(*get("sglang", (None, None))),
+        judge.check_environment(SGLANG, *get("sglang", (None, None))),
+        judge.check_environment(VLLM, *get("vllm", (None, None))),
         judge.check_workers(get("workers", {})),
     ]
 
@@ -92,6 +93,11 @@ BROKEN: dict[str, tuple[dict[str, Any], str, CheckState]] = {
     "too many threads": ({"environment": {"OMP_NUM_THREADS": "64"}}, "threads", CheckState.WARN),
     "SGLang that is named and absent": ({"sglang": (None, None, "there is no such Python")}, "SGLang", CheckState.FAIL),
     "a broken SGLang": ({"sglang": ("/p", None)}, "SGLang", CheckState.FAIL),
+    "vLLM of a version that is not supported": (
+        {"vllm": (None, None, "vLLM 0.9.0 is installed in /p, and gcore supports only 0.32.*")},
+        "vLLM",
+        CheckState.FAIL,
+    ),
     "another SGLang": ({"sglang": ("/p", "0.4.0")}, "SGLang", CheckState.WARN),
     "a worker that failed": ({"workers": {"rollout-1": "failed"}}, "workers", CheckState.WARN),
 }
@@ -179,7 +185,7 @@ def test_a_home_that_cannot_be_looked_at_is_a_verdict_and_no_error(
     monkeypatch.chdir(gone)
     gone.rmdir()
     assert inspect_home(Path(".gcore"), FakeClock())[0].seen.endswith(": No such file or directory")
-    found = find_python(environ={})  # not every machine has one
+    found = SGLANG.find(environ={})  # not every machine has one
     assert found is None or found.is_absolute()
 
 

@@ -178,13 +178,13 @@ def test_a_share_that_sglang_takes_is_named_with_the_argument_that_sets_it() -> 
     workload, nodes = work(SEVEN, rollout={"engine": "sglang"}), machines()
     way = next(iter(search_layouts(workload, nodes).misfits)).way
     small = MemoryExcess(
-        ("rollout with one longest request",), 1, 1.0, 1.0, engines=True, where="SGLang's 0.5 of 80 GiB"
+        ("rollout with one longest request",), 1, 1.0, 1.0, engines=True, where="the engine's 0.5 of 80 GiB"
     )
     assert "raise it with rollout.engine_args: [--mem-fraction-static, SHARE]" in advice(
         workload, nodes, RejectedLayouts(way, small, 1)
     )
     large = MemoryExcess(("rollout",), 1, 80.0, 1.0, engines=True)
-    assert "the memory that SGLang reserves for rollout, 39.8 GiB: lower it with rollout.engine_args" in advice(
+    assert "the memory that the engine reserves for rollout, 39.8 GiB: lower it with rollout.engine_args" in advice(
         workload, nodes, RejectedLayouts(way, large, 1)
     )
 

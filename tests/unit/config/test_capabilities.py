@@ -27,8 +27,12 @@ def test_each_engine_and_backend_of_the_spec_is_described() -> None:
 @pytest.mark.parametrize(
     ("section", "fields", "said"),
     [
-        ("rollout", {"engine": "torch", "engine_args": ["-x"]}, "engine_args needs engine: sglang, not torch"),
-        ("rollout", {"engine": "torch", "slots_per_engine": 2}, "slots_per_engine needs engine: sglang, not torch"),
+        ("rollout", {"engine": "torch", "engine_args": ["-x"]}, "engine_args needs engine: sglang or vllm, not torch"),
+        (
+            "rollout",
+            {"engine": "torch", "slots_per_engine": 2},
+            "slots_per_engine needs engine: sglang or vllm, not torch",
+        ),
         ("rollout", {"engine": "sglang", "deterministic": True}, "deterministic needs engine: torch, not sglang"),
         ("train", {"offload_state": True}, "offload_state needs backend: fsdp2, not deepspeed"),
     ],

@@ -1,4 +1,4 @@
-"""The start of SGLang's server: command line, environment, Python interpreter, and error output."""
+"""The start of SGLang's server: command line, environment variables and error output."""
 
 from __future__ import annotations
 
@@ -14,12 +14,8 @@ from gcore.engines.sglang.adapter import last_log_lines
 from gcore.engines.sglang.command import (
     CPU_CACHE_TOKENS,
     DROPPED,
-    FOLDER,
     GUARDS,
     OURS,
-    VARIABLE,
-    find_python,
-    has_sglang,
     server_command,
     server_environment,
 )
@@ -123,48 +119,6 @@ def test_the_servers_environment_keeps_all_but_what_would_mislead_it(base: dict[
     assert env["OMP_NUM_THREADS"] == "3"
     assert env["OMP_WAIT_POLICY"] == "PASSIVE"
     assert env["TMPDIR"] == "/s"
-
-
-def make_environment(folder: Path, *, with_sglang: bool = True) -> Path:
-    python = folder / "bin" / "python"
-    python.parent.mkdir(parents=True)
-    python.write_text("#!/bin/sh\n")
-    python.chmod(0o755)
-    if with_sglang:
-        package = folder / "lib" / "python3.11" / "site-packages" / "sglang"
-        package.mkdir(parents=True)
-        (package / "launch_server.py").touch()
-    return python
-
-
-def test_the_python_is_the_one_that_is_named_then_the_variables_then_the_folders_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    one, two, here = (make_environment(tmp_path / name) for name in ("one", "two", f"work/{FOLDER}"))
-    monkeypatch.chdir(tmp_path / "work")
-    monkeypatch.setattr("gcore.engines.sglang.command.__file__", str(tmp_path / "a" / "b" / "c" / "d" / "e.py"))
-    assert find_python(one, environ={VARIABLE: str(two)}) == one
-    assert find_python(environ={VARIABLE: str(two)}) == two
-    assert find_python(environ={VARIABLE: str(tmp_path / "two")}) == two  # its folder will do
-    assert find_python(environ={}) == here
-    monkeypatch.chdir(tmp_path)
-    assert find_python(environ={}) is None
-
-
-def test_a_link_to_python_is_not_followed_out_of_its_environment(tmp_path: Path) -> None:
-    real = make_environment(tmp_path / "real", with_sglang=False)
-    python = make_environment(tmp_path / "env")
-    python.unlink()
-    python.symlink_to(real)
-    assert find_python(python, environ={}) == python
-
-
-@pytest.mark.parametrize("name", ["nowhere", "bare"])
-def test_a_python_without_sglang_is_named_with_what_to_do(tmp_path: Path, name: str) -> None:
-    make_environment(tmp_path / "bare", with_sglang=False)
-    assert not has_sglang(tmp_path / name / "bin" / "python")
-    with pytest.raises(UsageError, match=rf"{VARIABLE}: .*{name}.*make sglang-setup"):
-        find_python(environ={VARIABLE: str(tmp_path / name / "bin" / "python")})
 
 
 def test_a_document_that_does_not_fit_names_the_field() -> None:

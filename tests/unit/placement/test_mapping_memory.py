@@ -48,8 +48,8 @@ def test_the_constants_are_those_of_the_programs() -> None:
     assert memory.PIECE == logprobs.PIECE
     assert memory.IDLE_TOKENS == schedule.IDLE_TOKENS
     assert (memory.COLUMNS, memory.SLACK) == (columns.SMALLEST, columns.SLACK)
-    assert float(command.CUDA_MEM_FRACTION) == workload.SGLANG_SHARE
-    assert command.CPU_CACHE_TOKENS == memory.SGLANG_CPU_TOKENS
+    assert float(command.CUDA_MEM_FRACTION) == workload.FIXED_SHARE
+    assert command.CPU_CACHE_TOKENS == memory.FOREIGN_CPU_TOKENS
 
 
 @given(stages, ranks, st.booleans())

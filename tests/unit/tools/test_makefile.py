@@ -19,7 +19,13 @@ ROOT = Path(__file__).parents[3]
 def checkout(tmp_path: Path) -> Path:
     """A folder with the Makefile, what its set-up follows from, and the tests of two subjects; `records` has no tests."""
     shutil.copytree(ROOT / "constraints", tmp_path / "constraints")
-    for file in ("Makefile", "pyproject.toml", "deploy/local/setup.sh", "deploy/sglang/setup.sh"):
+    for file in (
+        "Makefile",
+        "pyproject.toml",
+        "deploy/local/setup.sh",
+        "deploy/sglang/setup.sh",
+        "deploy/vllm/setup.sh",
+    ):
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / file, tmp_path / file)
     for file in ("unit/ledger/test_a.py", "contract/ledger/test_b.py", "unit/store/test_c.py", "unit/records/one.json"):
@@ -56,7 +62,7 @@ def test_a_subject_runs_no_test_that_another_target_runs(checkout: Path) -> None
     marks = pytest_call(checkout, "test-ledger").split('"')[1]
     assert marks.split(" and ") == [
         f"not {mark}"
-        for mark in ("serial", "gpu", "sglang", "trackers", "deploy", "notebook", "chaos", "large", "documents")
+        for mark in ("serial", "gpu", "sglang", "vllm", "trackers", "deploy", "notebook", "chaos", "large", "documents")
     ]
 
 
@@ -69,7 +75,17 @@ def test_an_unknown_subject_is_an_error_that_lists_the_subjects(checkout: Path, 
 
 
 @pytest.mark.parametrize(
-    "target", ["test-sglang", "test-trackers", "test-deploy", "test-docs", "test-notebook", "test-upgrade", "test-gpu"]
+    "target",
+    [
+        "test-sglang",
+        "test-vllm",
+        "test-trackers",
+        "test-deploy",
+        "test-docs",
+        "test-notebook",
+        "test-upgrade",
+        "test-gpu",
+    ],
 )
 def test_a_target_of_its_own_is_no_subject(checkout: Path, target: str) -> None:
     name = target.removeprefix("test-")

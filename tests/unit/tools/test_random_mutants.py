@@ -35,7 +35,18 @@ def tree(tmp_path: Path) -> Path:
         "pyproject.toml": "[tool.pytest.ini_options]\nmarkers = ["
         + ", ".join(
             f"'{name}'"
-            for name in ["serial", "gpu", "sglang", "trackers", "deploy", "notebook", "chaos", "large", "documents"]
+            for name in [
+                "serial",
+                "gpu",
+                "sglang",
+                "vllm",
+                "trackers",
+                "deploy",
+                "notebook",
+                "chaos",
+                "large",
+                "documents",
+            ]
         )
         + "]\n",
     }

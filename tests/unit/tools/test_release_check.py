@@ -124,9 +124,9 @@ def test_the_parts_are_all_long_targets_each_chaos_file_and_fault_and_all_seeds(
     names = [part.name for part in parts]
     assert len(set(names)) == len(names)
     assert {"test", "fuzz", "mutations", "bench-check", "fault-controller", "fault-etcd"} < set(names)
-    assert {f"test-{name}" for name in ("sglang", "trackers", "deploy", "docs", "notebook", "large", "upgrade")} < set(
-        names
-    )
+    assert {
+        f"test-{name}" for name in ("sglang", "vllm", "trackers", "deploy", "docs", "notebook", "large", "upgrade")
+    } < set(names)
     seeds = [int(name.removeprefix("sim-")) for name in names if name.startswith("sim-")]
     assert (seeds[0], seeds[-1], len(seeds)) == (5_000, 24_000, 20)
     files = chaos_files(ROOT)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from controllers.api.submission.checks import check_engine, local_warning
 from controllers.workers.launch_documents import (
     ENGINE_COMMANDS,
     START_LIMITS_S,
-    SglangMissing,
+    EngineMissing,
     access_settings,
     engine_document,
     interface_env,
@@ -21,12 +22,21 @@ from gcore.config import JobSpec, NodeConfig, parse_spec
 from gcore.config.node import TlsSection
 from gcore.engines import launch as sglang_launch
 from gcore.engines import launch as torch_launch
+from gcore.engines.environments import EngineEnvironment
+from gcore.engines.launch import parse_vllm_launch
+from gcore.engines.vllm.command import program
 from gcore.errors import SpecError, UsageError
 from gcore.ledger.records.job import EnginePlace, NodeRecord
 from gcore.store.reference import StoreRef
 
 CONFIG = NodeConfig(
-    node="n", home="/h", etcd=StoreRef(endpoints=("h:1",)), slots=("cpu:0",), run_root="/r", sglang_python="/p"
+    node="n",
+    home="/h",
+    etcd=StoreRef(endpoints=("h:1",)),
+    slots=("cpu:0",),
+    run_root="/r",
+    sglang_python="/p",
+    vllm_python="/v",
 )
 
 
@@ -85,7 +95,7 @@ def test_sglangs_worker_reads_what_it_is_told(slot: str, dtype: str, device: str
 
 def test_a_node_without_sglang_says_so_and_what_to_do() -> None:
     bare = CONFIG.model_copy(update={"sglang_python": None})
-    with pytest.raises(SglangMissing, match=r"node n has no SGLang.*make sglang-setup"):
+    with pytest.raises(EngineMissing, match=r"node n has no SGLang.*make sglang-setup"):
         engine_document(spec(engine="sglang"), place("cpu:0"), bare)
     assert engine_document(spec(), place("cpu:0"), bare).command == ENGINE_COMMANDS["torch"]
 
@@ -104,8 +114,8 @@ def test_a_judges_engine_is_told_of_the_judges_model_and_not_of_the_policys() ->
         assert engine_document(job, place("cpu:0"), CONFIG).document["model"] == "/m"
 
 
-def node(name: str, *, sglang: bool) -> NodeRecord:
-    return NodeRecord(name=name, incarnation=name, address="h:1", slots=("cpu:0",), pid=1, sglang=sglang)
+def node(name: str, *, sglang: bool = False, vllm: bool = False) -> NodeRecord:
+    return NodeRecord(name=name, incarnation=name, address="h:1", slots=("cpu:0",), pid=1, sglang=sglang, vllm=vllm)
 
 
 @pytest.mark.parametrize(
@@ -126,8 +136,31 @@ def test_a_job_that_wants_sglang_is_taken_where_all_nodes_have_it() -> None:
     check_engine(spec(engine="sglang"), [node("a", sglang=True), node("b", sglang=True)])
 
 
+def test_vllm_is_its_own_program_in_its_own_python_and_reads_what_it_is_told() -> None:
+    child = engine_document(spec(engine="vllm", engine_args=["--x", "1"], **TOLD), place("cuda:3"), CONFIG)
+    assert child.command == ("/v", "-P", program())
+    assert Path(program()).is_file()
+    read = parse_vllm_launch(child.document)
+    check_common(read)
+    assert (read.dtype, read.device, read.gpus, read.engine_args) == ("bfloat16", "cuda", 1, ("--x", "1"))
+    bare = CONFIG.model_copy(update={"vllm_python": None})
+    with pytest.raises(EngineMissing, match=r"node n has no vLLM.*make vllm-setup.*0\.32\.\*"):
+        engine_document(spec(engine="vllm"), place("cpu:0"), bare)
+
+
+def test_a_job_that_wants_vllm_is_refused_where_vllm_cannot_do_it() -> None:
+    wants = spec(engine="vllm")
+    with pytest.raises(SpecError, match=r"rollout\.engine: vLLM is missing on b.*GCORE_VLLM_PYTHON"):
+        check_engine(wants, [node("a", vllm=True), node("b", sglang=True)])
+    check_engine(wants, [node("a", vllm=True)])
+    turns = parse_spec(wants.model_dump(mode="json") | {"placement": {"policy": "colocated", "memory": "in_turns"}})
+    with pytest.raises(SpecError, match=r"placement\.memory: vLLM cannot release its memory on the CPU slots of a"):
+        check_engine(turns, [node("a", vllm=True)])
+
+
 def test_validation_only_warns_for_the_job_may_run_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("controllers.api.submission.checks.find_python", lambda: None)
+    monkeypatch.setattr(EngineEnvironment, "find", lambda self: None)
+    assert "vLLM was not found on this machine" in (local_warning(spec(engine="vllm")) or "")
     assert "SGLang was not found on this machine" in (local_warning(spec(engine="sglang")) or "")
     assert local_warning(spec()) is None
 
