@@ -1,4 +1,4 @@
-"""A worker in front of SGLang's server, with a test in the role of its supervisor."""
+"""An engine in an environment of its own, with a test in the role of its supervisor: SGLang's worker, or vLLM."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,15 @@ LONG_S = 120.0
 """Only reached when something is broken."""
 
 
-def start_worker(document: dict[str, Any], log: Path) -> Worker:
-    """`python -m gcore.rollout.sglang`, told `document`, in a process group of its own."""
+SGLANG_WORKER = (sys.executable, "-m", "gcore.rollout.sglang")
+
+
+def start_worker(document: dict[str, Any], log: Path, command: Sequence[str] = SGLANG_WORKER) -> Worker:
+    """The program `command`, told `document`, in a process group of its own."""
     ours, theirs = socket.socketpair()
     with theirs, log.open("wb") as output:
         process = subprocess.Popen(
-            [sys.executable, "-m", "gcore.rollout.sglang"],
+            command,
             env={**os.environ, CONTROL_FD: str(theirs.fileno())},
             pass_fds=(theirs.fileno(),),
             stdout=output,

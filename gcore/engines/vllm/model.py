@@ -17,13 +17,13 @@ from vllm.v1.executor import Executor
 from gcore.data.tokenizer import end_tokens
 from gcore.engines.detokenizer import Detokenizer
 from gcore.engines.launch import VllmLaunch
-from gcore.engines.request import GenerationRequest
+from gcore.engines.request import GenerationRequest, RequestSampling
 from gcore.engines.torch.kv_cache import CacheShape
 from gcore.engines.torch.model import DTYPES, check_vocabulary
 from gcore.engines.vllm.command import CPU_CACHE_TOKENS, engine_words
 from gcore.engines.vllm.core import ServedModel, VllmCore, VllmLimits, checkpoint_tensors
 from gcore.engines.vllm.sampling import SAMPLING, install_sampler
-from gcore.errors import EngineError, UsageError
+from gcore.errors import DataError, EngineError, UsageError
 from gcore.models.checks import check_code, require_config
 
 
@@ -120,7 +120,25 @@ def start_vllm(launch: VllmLaunch, text: Detokenizer | None) -> VllmCore:
         shares_prefixes=bool(cache.enable_prefix_caching),
         sleeps=bool(settings.model_config.enable_sleep_mode),
     )
-    return VllmCore(client, model, text, limits, version=launch.weight_version, request_of=request_of)
+    core = VllmCore(client, model, text, limits, version=launch.weight_version, request_of=request_of)
+    try_model(core, folder)
+    return core
+
+
+def try_model(core: VllmCore, folder: Path) -> None:
+    """Generate one token. Raises DataError if vLLM's kernels cannot run the model, which it notices only then."""
+    core.submit([GenerationRequest(-1, "trial", (0,), RequestSampling(max_new_tokens=1, seed=0, temperature=0.0))])
+    try:
+        while not core.outbox:
+            core.cycle()
+    except (RuntimeError, ValueError, NotImplementedError) as error:
+        raise DataError(
+            f"vLLM cannot run this model: {_first_line(error)}",
+            where=str(folder),
+            fix="Serve it with the torch engine or SGLang",
+        ) from error
+    core.outbox = []
+    core.generated_tokens = 0
 
 
 def limit_cache(settings: Any, tokens: int) -> None:

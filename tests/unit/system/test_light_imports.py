@@ -39,6 +39,7 @@ ENTRIES: dict[str, set[str]] = {
     "gcore.engines.emulated.law": PYDANTIC | {"numpy"},
     "gcore.engines.sglang.__main__": PYDANTIC | HTTPX,
     "gcore.engines.torch.__main__": ENGINE,
+    "gcore.engines.vllm.__main__": set(),
     "gcore.environments.__main__": set(),
     "gcore.models.__main__": {"tenacity"},
     "gcore.prompts.tables": {"numpy", "pyarrow"},
