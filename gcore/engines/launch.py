@@ -44,16 +44,21 @@ class ServerLaunch(BaseModel):
     tls: ServingTls | None = Field(None, description="certificate to serve with; default: plain HTTP")
 
 
-class EngineLaunch(ServerLaunch):
+class FrontEndLaunch(ServerLaunch):
+    """Fields of the launch documents of engines behind gcore's own HTTP front end."""
+
+    admin_api_key: str | None = Field(
+        None, repr=False, description="key required by routes that change the engine; default: none"
+    )
+
+
+class EngineLaunch(FrontEndLaunch):
     """Launch document of the torch engine."""
 
     kind: Literal["engine"] = "engine"
     device: str | None = Field(None, description="cpu or cuda; default: cuda if available")
     deterministic: bool = Field(
         False, description="decode so that a sample's tokens do not depend on the rest of the batch"
-    )
-    admin_api_key: str | None = Field(
-        None, repr=False, description="key required by routes that change the engine; default: none"
     )
 
 
@@ -68,16 +73,13 @@ class SglangLaunch(ServerLaunch):
     engine_args: tuple[str, ...] = Field((), description="more arguments for SGLang's server, as a list")
 
 
-class VllmLaunch(ServerLaunch):
+class VllmLaunch(FrontEndLaunch):
     """Launch document of the vLLM engine."""
 
     kind: Literal["vllm"] = "vllm"
     device: Literal["cpu", "cuda"] = Field("cpu", description="where the model runs")
     gpus: PositiveInt = Field(1, description="GPUs of one copy of the model (tensor parallel)")
     engine_args: tuple[str, ...] = Field((), description="more arguments for vLLM's engine, as a list")
-    admin_api_key: str | None = Field(
-        None, repr=False, description="key required by routes that change the engine; default: none"
-    )
 
 
 Launch = TypeVar("Launch", bound=ServerLaunch)

@@ -25,7 +25,7 @@ from starlette.types import ASGIApp
 
 from gcore.api.tls import ReloadingFiles, serving_context
 from gcore.engines.detokenizer import Detokenizer
-from gcore.engines.launch import EngineLaunch
+from gcore.engines.launch import EngineLaunch, FrontEndLaunch
 from gcore.engines.serving.http import ApiKeys
 from gcore.engines.torch.async_engine import ModelThread
 from gcore.engines.torch.classifier import ClassifierCore, ClassifierRequestHandler, classifier_app, start_classifier
@@ -103,13 +103,13 @@ DEATH_EXIT = 1
 
 
 def serve_engine(
-    launch: EngineLaunch,
+    launch: FrontEndLaunch,
     control: ControlLine | None,
-    start: Callable[[EngineLaunch, Detokenizer | None], Core] = start_core,
+    start: Callable[[Any, Detokenizer | None], Core] = start_core,
 ) -> None:
     """Load the model of a launch document and serve it until the supervisor sends "stop" or a signal arrives.
 
-    `control`: connection to the supervisor; None: started by hand. `start`: creates the engine core. Raises UsageError,
+    `control`: connection to the supervisor; None: started by hand. `start`: creates the engine core for `launch`. Raises UsageError,
     DataError or EngineError if the engine cannot start.
     """
     _raise_descriptor_limit()
@@ -124,7 +124,7 @@ def serve_engine(
 
 
 def _facade(
-    core: Core, text: Detokenizer | None, launch: EngineLaunch, clock: Clock
+    core: Core, text: Detokenizer | None, launch: FrontEndLaunch, clock: Clock
 ) -> tuple[RequestHandler | ClassifierRequestHandler, ASGIApp]:
     """Create the request handler for a core, and the ASGI application with its routes."""
     keys = ApiKeys(launch.api_key, launch.admin_api_key)
@@ -137,7 +137,7 @@ def _facade(
     return generator, generator_app(generator, Path(launch.model), keys)
 
 
-def _description(core: Core, launch: EngineLaunch) -> dict[str, Any]:
+def _description(core: Core, launch: FrontEndLaunch) -> dict[str, Any]:
     model = core.model
     return {
         "model_path": launch.model,
@@ -159,7 +159,7 @@ def _description(core: Core, launch: EngineLaunch) -> dict[str, Any]:
 async def _run(
     core: Core,
     text: Detokenizer | None,
-    launch: EngineLaunch,
+    launch: FrontEndLaunch,
     listener: socket.socket,
     control: ControlLine | None,
     clock: Clock,

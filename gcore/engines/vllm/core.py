@@ -64,11 +64,11 @@ class ServedModel:
     shape: CacheShape
     """Dtype and device of the weights; vLLM keeps the layers of its KV cache to itself."""
     asleep: bool = False
+    module: Any = field(init=False, repr=False)
+    """This object: stands for a module where its tensors' names and shapes are checked."""
 
-    @property
-    def module(self) -> ServedModel:
-        """This object: stands for a module where its tensors' names and shapes are checked."""
-        return self
+    def __post_init__(self) -> None:
+        self.module = self
 
     def state_dict(self) -> Mapping[str, torch.Tensor]:
         """Return the checkpoint's tensors."""

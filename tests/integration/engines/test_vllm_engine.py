@@ -41,7 +41,7 @@ def start(tmp_path: Path, folder: Path) -> Iterator[Callable[..., Worker]]:
         worker.close()
 
 
-def test_it_serves_reports_progress_and_ends_when_it_is_told_to(start: Callable[..., Worker]) -> None:
+def test_it_serves_reports_progress_and_stops_on_request(start: Callable[..., Worker]) -> None:
     worker = start(weight_version="2.7", api_key="k")
     url = f"http://{worker.hear('serving')['address']}"
     with httpx.Client(base_url=url, headers={"authorization": "Bearer k"}, trust_env=False, timeout=LONG_S) as http:

@@ -136,7 +136,7 @@ def test_a_job_that_wants_sglang_is_taken_where_all_nodes_have_it() -> None:
     check_engine(spec(engine="sglang"), [node("a", sglang=True), node("b", sglang=True)])
 
 
-def test_vllm_is_its_own_program_in_its_own_python_and_reads_what_it_is_told() -> None:
+def test_vllm_is_started_as_a_program_of_its_own_python_with_the_settings_of_the_job() -> None:
     child = engine_document(spec(engine="vllm", engine_args=["--x", "1"], **TOLD), place("cuda:3"), CONFIG)
     assert child.command == ("/v", "-P", program())
     assert Path(program()).is_file()
