@@ -46,7 +46,7 @@ class EngineEnvironment:
 
     @property
     def how(self) -> str:
-        """What a user does who has none, as a sentence without its full stop."""
+        """Advice for users who have no environment, as a sentence without its full stop."""
         version = f" {self.needs}*" if self.needs else ""
         return (
             f"Run 'make {self.engine}-setup' for a CPU environment, or set {self.variable} to a Python with "
