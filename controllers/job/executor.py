@@ -148,6 +148,7 @@ def _transaction(action: Action, view: JobView, effects: Effects) -> Transaction
                 mini_batches,
                 view.me,
                 weight,
+                sequence_parallel=view.spec.train.sequence_parallel,
                 checkpoint=action.checkpoint,
             )
         case BeginEpoch():

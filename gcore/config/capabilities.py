@@ -47,7 +47,7 @@ class BackendCapabilities:
     rest: bool = _row("releases its memory between steps (`placement.memory: in_turns`)")
     replicas: bool = _row("replicas in memory, and worlds that grow and shrink")
     exchange: bool = _row("continues checkpoints and replicas of the other backend")
-    sequence_parallel: bool = _row("sequence parallelism")
+    sequence_parallel: bool = _row("sequence parallelism (`train.sequence_parallel`)")
 
 
 ENGINES: Mapping[str, EngineCapabilities] = {
@@ -109,7 +109,7 @@ BACKENDS: Mapping[str, BackendCapabilities] = {
         rest=True,
         replicas=True,
         exchange=True,
-        sequence_parallel=False,
+        sequence_parallel=True,
     ),
     "fsdp2": BackendCapabilities(
         package="torch",
@@ -121,7 +121,7 @@ BACKENDS: Mapping[str, BackendCapabilities] = {
         rest=True,
         replicas=True,
         exchange=True,
-        sequence_parallel=False,
+        sequence_parallel=True,
     ),
 }
 

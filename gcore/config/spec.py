@@ -323,7 +323,7 @@ _RULES: tuple[Callable[[JobSpec], Iterator[str]], ...] = (
     lambda s: check_stale(s.rollout, s.train),
     lambda s: check_streamed(s.rollout, s.train, s.flow.groups_per_step),
     lambda s: check_judges(s.judges, s.rewards),
-    lambda s: check_placement(s.placement, s.train.ranks, s.served_judges),
+    lambda s: check_placement(s.placement, s.train, s.served_judges),
     lambda s: check_engine_sizes(s.rollout, s.served_judges, s.placement.reward),
     lambda s: check_turns(s.placement, s.rollout, s.train),
     lambda s: check_environment(s.environment, s.reward_names, s.train, s.rollout.max_new_tokens, s.model.max_length),

@@ -188,12 +188,40 @@ def _of_train(train: TrainSpec) -> Iterator[str]:
     if train.correction_band[0] >= train.correction_band[1]:
         yield f"correction_band {list(train.correction_band)} is empty; the first number must be below the second"
     yield from _of_stream(train)
-    settings = {"offload_state": ("offload_state", train.offload_state), "lora": ("adapters", train.lora is not None)}
+    settings = {
+        "offload_state": ("offload_state", train.offload_state),
+        "lora": ("adapters", train.lora is not None),
+        "sequence_parallel": ("sequence_parallel", train.sequence_parallel > 1),
+    }
     yield from lacking(BACKENDS, "backend", train.backend, settings)
+    yield from _of_sequence_parallel(train)
     if train.loss == "sft" and train.critic is not None:
         yield "loss: sft has no rewards from which a critic could learn; leave advantage: gae out"
     if train.loss == "sft" and train.kl_in == "reward" and train.kl_coef > 0:
         yield "loss: sft has no rewards, so it cannot use kl_in: reward; set kl_in: loss"
+
+
+def _of_sequence_parallel(train: TrainSpec) -> Iterator[str]:
+    """Yield a sentence for each field of `train` that sequence groups of `sequence_parallel` ranks cannot share."""
+    size = train.sequence_parallel
+    if train.ranks is not None and (fix := multiples_near(train.ranks, size)):
+        yield (
+            f"ranks ({train.ranks}) must be a multiple of sequence_parallel ({size}), because {size} ranks compute each "
+            f"sample together; set ranks: {fix}"
+        )
+    if fix := multiples_near(train.micro_batch_tokens, size):
+        yield (
+            f"micro_batch_tokens ({train.micro_batch_tokens}) must be a multiple of sequence_parallel ({size}), because each "
+            f"of {size} ranks computes an equal slice of a row; set micro_batch_tokens: {fix}"
+        )
+    if size > 1 and train.packing == "bucketed":
+        yield "sequence_parallel divides packed rows between ranks, and packing: bucketed makes none; leave one of the two out"
+
+
+def multiples_near(value: int, size: int) -> str:
+    """Name the multiples of `size` next to `value`, for an error; empty if `value` is one."""
+    below = value // size * size
+    return "" if below == value else " or ".join(str(one) for one in (below, below + size) if one)
 
 
 def _of_stream(train: TrainSpec) -> Iterator[str]:
@@ -247,6 +275,13 @@ class TrainSpec(Section):
         exclude_if=lambda offload: not offload,
         description="Keep each rank's weights, gradients and Adam's state in host memory, with backend: fsdp2 (GPUs only)",
     )
+    sequence_parallel: PositiveInt = Field(
+        1,
+        le=MOST_SLOTS,
+        exclude_if=lambda size: size == 1,
+        description="Number of consecutive ranks that compute each packed row together, each a slice of it (Ulysses). It must divide "
+        "the ranks, micro_batch_tokens and the model's attention heads",
+    )
     dtype: Literal["fp32", "bf16"] = Field("fp32", description="Data type of the forward and backward pass")
     lora: LoraSpec | None = Field(
         None,
@@ -264,7 +299,8 @@ class TrainSpec(Section):
     epochs: PositiveInt = Field(1, description="Passes over a step's batch")
     mini_batches: PositiveInt = Field(1, description="Optimizer updates per pass")
     micro_batch_tokens: PositiveInt = Field(
-        8192, description="Tokens in one micro-batch of a rank. Lower it if memory runs out"
+        8192,
+        description="Tokens in one micro-batch of a rank, or of sequence_parallel ranks together. Lower it if memory runs out",
     )
     packing: Literal["auto", "packed", "bucketed"] = Field(
         "auto",

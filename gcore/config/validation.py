@@ -12,7 +12,7 @@ from gcore.config.data import ONLY_SOURCE, EvalSet, EvalSpec, ResolvedSource
 from gcore.config.placement import PlacementSpec
 from gcore.config.reward import JudgeSpec, RewardSpec
 from gcore.config.rollout import AgentSpec, EnvironmentSpec, RolloutSpec
-from gcore.config.train import FlowSpec, TrainSpec
+from gcore.config.train import FlowSpec, TrainSpec, multiples_near
 from gcore.errors import did_you_mean
 
 SAMPLING = ("grpo", "dapo", "ppo", "rloo", "reinforce_pp")
@@ -121,10 +121,13 @@ def check_judges(judges: Sequence[JudgeSpec], rewards: Rewards) -> Iterator[str]
         yield f"judge {idle[0]!r} is not used by any reward; leave it out, or set reward.judge: {idle[0]}"
 
 
-def check_placement(placed: PlacementSpec, ranks: int | None, serving: Sequence[JudgeSpec]) -> Iterator[str]:
+def check_placement(placed: PlacementSpec, train: TrainSpec, serving: Sequence[JudgeSpec]) -> Iterator[str]:
     """Check that `placement` gives every pool the slots it needs. `serving`: the judges that the cluster serves."""
     if placed.policy == "colocated":
         return
+    ranks, together = train.ranks, train.sequence_parallel
+    if placed.train is not None and (fix := multiples_near(placed.train, together)):
+        yield f"placement.train ({placed.train}) must be a multiple of train.sequence_parallel ({together}); set it to {fix}"
     if placed.train is not None and ranks not in (None, placed.train):
         leave = "one of them" if placed.is_live else "train.ranks"
         yield f"train.ranks ({ranks}) differs from placement.train ({placed.train}); leave {leave} out"

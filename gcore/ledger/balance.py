@@ -10,6 +10,10 @@ the optimum). All arithmetic uses integers and every tie is broken by a fixed ru
 same layout. A rank may get no sample in a mini-batch; it then takes part with an empty share. Samples that a loss
 compares with each other form one unit and go to one rank. For a policy loss each sample is a unit of its own.
 
+With sequence parallelism, `seal.sequence_parallel` consecutive ranks form a sequence group. Samples are spread over the
+groups, and every rank of a group gets the group's share, because each computes a part of every sample. The receipt of
+the group's first rank lists the share, so that each sample is in one receipt.
+
 The cost of a sample is a polynomial of its length: linear for the matrix products, quadratic for attention. The length
 at which the two are equal depends on the model, so the controller that seals writes it into the seal
 (`gcore.ledger.records.cluster`). A masked sample costs nothing: it is not computed, and only its reward counts.
@@ -56,13 +60,15 @@ def single_units(slots: Iterable[SampleSlot]) -> list[Unit]:
 
 @dataclass(frozen=True, slots=True)
 class StepLayout:
-    """The samples of each rank: `shares[mini_batch][rank]` are sample slots, ascending.
+    """The samples of each sequence group: `shares[mini_batch][group]` are sample slots, ascending.
 
-    For a streamed step the first index is the part; all parts form one update.
+    A sequence group is one rank, or `sequence_parallel` consecutive ranks, which all get its share. For a streamed step
+    the first index is the part; all parts form one update.
     """
 
     shares: tuple[tuple[tuple[SampleSlot, ...], ...], ...]
     world_size: int
+    sequence_parallel: int = 1
 
     @property
     def mini_batches(self) -> int:
@@ -71,13 +77,25 @@ class StepLayout:
 
     def share(self, mini_batch: int, rank: int) -> tuple[SampleSlot, ...]:
         """Samples that `rank` trains in `mini_batch`, ascending; may be empty. Raises IndexError if one is unknown."""
-        return self.shares[mini_batch][rank]
+        return self.shares[mini_batch][self.group_of(rank)]
 
     def of_rank(self, rank: int) -> tuple[SampleSlot, ...]:
         """Samples that `rank` trains in the whole step, ascending. Raises IndexError for an unknown rank."""
+        group = self.group_of(rank)
+        return tuple(sorted(slot for by_group in self.shares for slot in by_group[group]))
+
+    def receipt_of(self, rank: int) -> tuple[SampleSlot, ...]:
+        """Samples that the receipt of `rank` lists, ascending: those that it trains, if it is the first rank of its
+        sequence group, else none. Raises IndexError for an unknown rank.
+        """
+        share = self.of_rank(rank)
+        return share if rank % self.sequence_parallel == 0 else ()
+
+    def group_of(self, rank: int) -> int:
+        """The sequence group of `rank`, an index into `shares[mini_batch]`. Raises IndexError for an unknown rank."""
         if not 0 <= rank < self.world_size:
             raise IndexError(f"rank {rank} does not exist; the world has {self.world_size} ranks")
-        return tuple(sorted(slot for by_rank in self.shares for slot in by_rank[rank]))
+        return rank // self.sequence_parallel
 
 
 def sample_cost(length: int, attention_equals_at: int) -> int:
@@ -101,17 +119,23 @@ def balance_samples(seal: Seal, units_of: Callable[[Iterable[SampleSlot]], list[
     """Assign a seal's samples to `seal.world_size` ranks and `seal.mini_batches` optimizer updates.
 
     `units_of`: splits a mini-batch's samples into units, each of which goes to one rank; all processes must use the
-    same function. Raises ValueError if `world_size` or `mini_batches` is below 1.
+    same function. Raises ValueError if `world_size` or `mini_batches` is below 1, or if the ranks do not form whole
+    sequence groups.
     """
     if seal.world_size < 1 or seal.mini_batches < 1:
         raise ValueError(
             f"the seal has {seal.world_size} ranks and {seal.mini_batches} mini-batches; both must be at least 1"
         )
+    if seal.world_size % seal.sequence_parallel:
+        raise ValueError(
+            f"the seal has {seal.world_size} ranks, which is not a multiple of sequence_parallel ({seal.sequence_parallel})"
+        )
     if seal.parts:
         chunks = _by_parts(seal.parts)
     else:
         chunks = _contiguous(len(seal.groups), min(seal.mini_batches, len(seal.groups)))
-    return StepLayout(tuple(_spread(seal, chunk, units_of) for chunk in chunks), seal.world_size)
+    shares = tuple(_spread(seal, chunk, units_of) for chunk in chunks)
+    return StepLayout(shares, seal.world_size, seal.sequence_parallel)
 
 
 def _by_parts(parts: tuple[int, ...]) -> list[range]:
@@ -129,19 +153,20 @@ def _contiguous(count: int, parts: int) -> list[range]:
 def _spread(
     seal: Seal, groups: range, units_of: Callable[[Iterable[SampleSlot]], list[Unit]]
 ) -> tuple[tuple[SampleSlot, ...], ...]:
-    """Spread the samples of `groups` over the ranks. Returns the samples of each rank, ascending.
+    """Spread the samples of `groups` over the sequence groups of ranks. Returns the samples of each, ascending.
 
-    Assigns the most expensive unit first, each to the rank with the least load. Ties go to the rank with fewer samples,
-    then to the lower rank.
+    Assigns the most expensive unit first, each to the sequence group with the least load. Ties go to that with fewer
+    samples, then to the lower one.
     """
     slots = (SampleSlot(group, sample) for group in groups for sample in range(len(seal.groups[group].response_tokens)))
     weighed = sorted((-sum(slot_cost(seal, slot) for slot in unit), unit) for unit in units_of(slots))
-    shares: list[list[SampleSlot]] = [[] for _ in range(seal.world_size)]
-    ranks = [(0, 0, rank) for rank in range(seal.world_size)]  # ascending, so already a heap
+    count = seal.world_size // seal.sequence_parallel
+    shares: list[list[SampleSlot]] = [[] for _ in range(count)]
+    loads = [(0, 0, number) for number in range(count)]  # ascending, so already a heap
     for negative_cost, unit in weighed:
-        load, taken, rank = ranks[0]
-        shares[rank].extend(unit)
-        heapq.heapreplace(ranks, (load - negative_cost, taken + len(unit), rank))
+        load, taken, number = loads[0]
+        shares[number].extend(unit)
+        heapq.heapreplace(loads, (load - negative_cost, taken + len(unit), number))
     return tuple(tuple(sorted(share)) for share in shares)
 
 
@@ -193,6 +218,7 @@ def seal_up_to(seal: Seal, parts: int) -> Seal:
         state=SealState.OPEN,
         world=seal.world,
         world_size=seal.world_size,
+        sequence_parallel=seal.sequence_parallel,
         mini_batches=seal.mini_batches,
         attention_equals_at=seal.attention_equals_at,
         groups=seal.groups[: sum(seal.parts[:parts])],
@@ -204,7 +230,7 @@ def seal_up_to(seal: Seal, parts: int) -> Seal:
 def part_layout(seal: Seal, part: int) -> StepLayout:
     """Assignment of one part's samples to ranks. `part` counts from 0."""
     layout = balance_samples(seal)
-    return StepLayout((layout.shares[part],), layout.world_size)
+    return StepLayout((layout.shares[part],), layout.world_size, layout.sequence_parallel)
 
 
 def parts_sha256(parts: Iterable[Sequence[str]]) -> bytes:

@@ -87,11 +87,11 @@ def _text(record: Record, without: Iterable[str]) -> str:
 
 
 def seal_shares(seal: Seal) -> dict[int, dict[PromptRef, list[int]]]:
-    """Indexes of the samples that each rank trains in a sealed step, by rank and by the group's prompt."""
+    """Indexes of the samples that the receipt of each rank of a sealed step lists, by rank and by the group's prompt."""
     layout = balance_samples(seal)
     shares: dict[int, dict[PromptRef, list[int]]] = {rank: {} for rank in range(seal.world_size)}
     for rank, share in shares.items():
-        for slot in layout.of_rank(rank):
+        for slot in layout.receipt_of(rank):
             share.setdefault(seal.groups[slot.group].ref, []).append(slot.sample)
     return shares
 
@@ -163,6 +163,7 @@ def seal_slot(
     world_size: int,
     mini_batches: int,
     sealer: str,
+    sequence_parallel: int = 1,
     attention_equals_at: int = ATTENTION_EQUALS_AT,
     checkpoint: bool = False,
 ) -> Seal:
@@ -170,7 +171,8 @@ def seal_slot(
 
     `slot`: the step's current record, if any. The attempt number continues from it, so that no two sets of groups share
     a token (lineage, step, attempt). Groups in READY parts are kept unchanged; raises ValueError if `chosen` does not
-    begin with them. `checkpoint`: whether the ranks write a checkpoint in this step.
+    begin with them. `sequence_parallel`: number of ranks that compute each sample together. `checkpoint`: whether the
+    ranks write a checkpoint in this step.
     """
     kept = slot.kept if slot else ()
     if chosen.groups[: len(kept)] != kept:
@@ -186,6 +188,7 @@ def seal_slot(
         state=SealState.SEALED if whole else SealState.PARTIAL,
         world=head.world,
         world_size=world_size,
+        sequence_parallel=sequence_parallel,
         mini_batches=max(1, min(mini_batches, len(chosen.groups))),
         groups=chosen.groups,
         outcomes=chosen.outcomes,

@@ -271,12 +271,13 @@ def seal(
     by: str,
     attention_equals_at: int = ATTENTION_EQUALS_AT,
     *,
+    sequence_parallel: int = 1,
     checkpoint: bool = False,
 ) -> Transaction:
     """Seal the next step (fix which groups form it), or one more part of it.
 
     `plan`: its number of ranks becomes the world size. `by`: incarnation of the writer. `attention_equals_at`: see
-    `gcore.ledger.records.cluster`. `checkpoint`: whether the ranks write a checkpoint in this step. Compares head and
+    `gcore.ledger.records.cluster`. `sequence_parallel`: ranks that compute each sample together. `checkpoint`: whether the ranks write a checkpoint in this step. Compares head and
     the seals of all steps that may be open. Raises ValueError if the step is sealed already and not OPEN.
     """
     head = open_slots.head.record
@@ -290,6 +291,7 @@ def seal(
         world_size=len(plan.ranks),
         mini_batches=mini_batches,
         sealer=by,
+        sequence_parallel=sequence_parallel,
         attention_equals_at=attention_equals_at,
         checkpoint=checkpoint,
     )

@@ -1,6 +1,7 @@
 """Converts a rank's samples of a step to tensors, and scores them: log-probabilities and entropies of their tokens.
 
-A model's input (`ModelInputs`) is either one row of sequences end to end, or rows padded on the right. With causal
+A model's input (`ModelInputs`) is either one row of sequences end to end, or rows padded on the right. With sequence
+parallelism it is this rank's slice of one row; outputs are gathered before anything else uses them. With causal
 attention no real token sees the padding, so the model needs no mask. Logits are computed only where needed: for one row
 exactly at the scored tokens, for several rows at the columns that contain any.
 
@@ -13,6 +14,7 @@ temperature is that of the sample's group (all samples of one prompt).
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -25,6 +27,7 @@ from torch import Tensor
 from gcore.config.train import TrainSpec
 from gcore.errors import DataError
 from gcore.ledger.balance import SampleSlot
+from gcore.train.backends.sequence_parallel import ALONE, SequenceGroup
 from gcore.train.packing import CutSettings, MicroPlan, MiniBatchPlan, Packing, Rectangle, plan_step
 from gcore.train.rank.feed import StepInput, TrainGroup, TrainSample
 
@@ -113,8 +116,8 @@ class ModelInputs:
     """Input of a model: token ids and the places at which logits are needed.
 
     `tokens`: packed, [1, t] with `positions` [1, t] in their sequences; or padded rows [b, t] with `positions` None.
-    Logits are computed for the columns `columns` [c] int64, which gives [b·c] rows; of these, `rows` [n] int64 are kept
-    (None: all). `rectangles`: how the tokens are split into sequences (`gcore.train.packing`).
+    With sequence parallelism the t tokens and the logits are those of this rank's slice of the row. Logits are computed for the columns `columns` [c] int64, which gives [b·c] rows; of these, `rows` [n] int64 are kept
+    (None: all). `rectangles`: how the tokens of the whole row are split into sequences (`gcore.train.packing`).
     """
 
     tokens: Tensor
@@ -125,7 +128,7 @@ class ModelInputs:
 
 
 LogitsOf = Callable[[ModelInputs], Tensor]
-"""Maps inputs to the logits [n, vocabulary] of the scored tokens."""
+"""Maps inputs to the logits [n, vocabulary] of the scored tokens in this rank's slice."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -139,7 +142,10 @@ class MicroBatch:
 
     By scored token, of which there is at least one (a dummy scores one token): `targets` [n] int64, its id;
     `temperature` [n] float32 (None: 1 for all); `places` [n] int64, its position in the flattened [b·w]. `computed`:
-    number of the model's input tokens; `real`: those of them that belong to samples, not to padding.
+    number of input tokens of the whole row; `real`: those of them that belong to samples, not to padding.
+
+    With sequence parallelism all ranks of `group` have the same micro-batch; `targets`, `temperature` and `inputs` have
+    only the tokens of this rank's slice of the row. `scored_by`: number of scored tokens in each rank's slice.
     """
 
     slots: tuple[SampleSlot, ...]
@@ -152,6 +158,8 @@ class MicroBatch:
     rollout_logp: Tensor
     real: int
     computed: int
+    group: SequenceGroup
+    scored_by: tuple[int, ...]
 
     @property
     def size(self) -> str:
@@ -160,7 +168,11 @@ class MicroBatch:
         return f"a micro-batch of {len(self.slots)} samples, {self.computed} tokens, the longest {longest}"
 
     def spread(self, values: Tensor) -> Tensor:
-        """Arrange values [n] of the scored tokens as [b, w], 0 elsewhere."""
+        """Arrange values of the scored tokens as [b, w], 0 elsewhere. A collective of the sequence group.
+
+        `values`: one for each scored token in this rank's slice.
+        """
+        values = self.group.gather(values, self.scored_by)
         flat = torch.zeros(self.mask.numel(), dtype=values.dtype, device=values.device)
         return flat.scatter(0, self.places, values).view(self.mask.shape)
 
@@ -177,12 +189,14 @@ class Scores:
 class Feeding:
     """How a rank lays out tokens for its models.
 
-    `vocabulary`: the number of token ids that all of the models support.
+    `vocabulary`: the number of token ids that all of the models support. `group`: the ranks that compute a packed row
+    together.
     """
 
     packing: Packing
     vocabulary: int
     device: torch.device
+    group: SequenceGroup = ALONE
 
 
 def make_batch(work: StepInput, plan: MicroPlan, feeding: Feeding) -> MicroBatch:
@@ -205,7 +219,7 @@ def make_dummy(feeding: Feeding) -> MicroBatch:
 def score_batch(logits_of: LogitsOf, batch: MicroBatch, *, entropic: bool = False) -> Scores:
     """Log-probabilities and entropies of a micro-batch's scored tokens under a model, [b, w], 0 elsewhere.
 
-    The caller enables or disables gradients. `entropic`: whether the gradient also flows through the entropies.
+    A collective of the sequence group. The caller enables or disables gradients. `entropic`: whether the gradient also flows through the entropies.
     """
     logp, entropy = token_logprobs(logits_of(batch.inputs), batch.targets, batch.temperature, entropic=entropic)
     return Scores(batch.spread(logp), batch.spread(entropy))
@@ -221,6 +235,7 @@ class _Row:
 def _tensors(
     slots: tuple[SampleSlot, ...], rows: Sequence[_Row], rectangles: tuple[Rectangle, ...], feeding: Feeding
 ) -> MicroBatch:
+    group, rectangles = feeding.group, feeding.group.fill(rectangles)
     computed = sum(one.tokens for one in rectangles)
     tokens, starts = np.zeros(computed, dtype=np.int64), np.array(_starts(rectangles)[: len(rows)], dtype=np.int64)
     prompts = np.array([len(row.group.prompt_ids) for row in rows], dtype=np.int64)
@@ -247,20 +262,26 @@ def _tensors(
         # Score one token, so that the dummy's gradients reach every parameter.
         columns, where, scale = np.zeros(1, np.int64), np.zeros(1, np.int64), np.ones(1, np.float32)
 
+    # Scored tokens are in the order of the row, so those of a slice follow each other.
+    ends = np.searchsorted(columns, [group.slice_of(computed, number).stop for number in range(group.size)]).tolist()
+    own = slice(ends[group.index - 1] if group.index else 0, ends[group.index])
+
     def put(values: NDArray[np.generic]) -> Tensor:
         return torch.from_numpy(values).to(feeding.device)
 
     return MicroBatch(
         slots,
-        _inputs(tokens, columns, rectangles, feeding),
-        put(tokens[np.minimum(columns + 1, computed - 1)]),
-        None if bool((scale == 1.0).all()) else put(scale),
+        _inputs(tokens, columns[own], rectangles, feeding),
+        put(tokens[np.minimum(columns[own] + 1, computed - 1)]),
+        None if bool((scale == 1.0).all()) else put(scale[own]),
         put(where),
         put(mask),
         put(scored),
         put(logprobs),
         int(prompts.sum() + responses.sum()),
         computed,
+        group,
+        tuple(end - start for start, end in itertools.pairwise([0, *ends])),
     )
 
 
@@ -300,15 +321,14 @@ def _starts(rectangles: Sequence[Rectangle]) -> list[int]:
 def _inputs(
     tokens: NDArray[np.int64], scored: NDArray[np.int64], rectangles: tuple[Rectangle, ...], feeding: Feeding
 ) -> ModelInputs:
-    """Build the model's inputs. `tokens` [t]: all rows end to end. `scored` [n]: offsets whose logits are needed."""
+    """Build the model's inputs. `tokens` [t]: all rows end to end. `scored` [n]: offsets whose logits this rank computes."""
     device = feeding.device
-    flat = torch.from_numpy(tokens).to(device)
     if feeding.packing == "packed":
+        own = feeding.group.slice_of(len(tokens))
         positions = np.concatenate([np.tile(np.arange(one.length), one.rows) for one in rectangles])
-        columns = torch.from_numpy(scored).to(device)
-        return ModelInputs(
-            flat.unsqueeze(0), torch.from_numpy(positions).to(device).unsqueeze(0), rectangles, columns, None
-        )
+        row, places = (torch.from_numpy(one[own]).to(device).unsqueeze(0) for one in (tokens, positions))
+        return ModelInputs(row, places, rectangles, torch.from_numpy(scored - own.start).to(device), None)
+    flat = torch.from_numpy(tokens).to(device)
     (one,) = rectangles
     row, column = np.divmod(scored, one.length)
     first, last = int(column.min()), int(column.max())

@@ -24,7 +24,8 @@ from gcore.models.dtypes import model_dtype
 from gcore.models.layout import critic_folder
 from gcore.train.backends.adapters import BaseReference, add_adapters, load_adapters
 from gcore.train.backends.base import OptimizerSettings, TrainBackend, forward_tensors
-from gcore.train.backends.packed_attention import NAME, PACKED, UnsupportedPackedAttention
+from gcore.train.backends.packed_attention import NAME, PACKED, UnsupportedPackedAttention, attention_heads
+from gcore.train.backends.sequence_parallel import ALONE, SequenceGroup
 from gcore.train.batching import Feeding, LogitsOf, ModelInputs
 from gcore.train.critic import load_backbone, make_value_model
 from gcore.train.hf_models import (
@@ -110,6 +111,9 @@ def choose_feeding(
     """Test whether sequences can be packed end to end in one row for this model, and set the module's attention
     accordingly.
 
+    Raises DataError for sequence parallelism with a model that cannot be packed, or whose heads the group's size does
+    not divide.
+
     `context`: maximum sequence length in tokens, if the job has a limit. `most`: maximum of each number over the ranks.
     `beside`: another model that gets the same micro-batches; the choice holds for both. Raises DataError if the spec
     requires packing and the model does not support it.
@@ -132,13 +136,33 @@ def choose_feeding(
             if one.config._attn_implementation != own:
                 one.set_attn_implementation(own)
         reason = reason or "another rank cannot pack it"
+        if train.sequence_parallel > 1:
+            raise DataError(
+                f"a {_kind(unfit)} cannot be packed ({reason}), and only packed rows can be divided between ranks",
+                where="train.sequence_parallel",
+                fix="Leave it out",
+            )
         if train.packing == "packed":
             raise DataError(
                 f"a {_kind(unfit)} cannot be packed: {reason}", where="train.packing", fix="Set it to auto or bucketed"
             )
         log.info("sequences are bucketed: %s", reason)
         return FeedingChoice("bucketed", reason)
+    _check_heads(every, train.sequence_parallel)
     return FeedingChoice("packed")
+
+
+def _check_heads(models: Sequence[Any], size: int) -> None:
+    """Raise DataError if a sequence group of `size` ranks cannot share the heads of a model equally."""
+    if size == 1:
+        return
+    for model in models:
+        if (heads := attention_heads(model.config)[0]) % size:
+            raise DataError(
+                f"a {_kind(model)} has {heads} attention heads, which {size} ranks cannot share equally",
+                where="train.sequence_parallel",
+                fix=f"Use a divisor of {heads}",
+            )
 
 
 def packing_obstacle(module: nn.Module, context: int | None) -> str:
@@ -156,6 +180,7 @@ def packing_obstacle(module: nn.Module, context: int | None) -> str:
     before = config._attn_implementation
     limit = int(getattr(config, "max_position_embeddings", None) or 0)
     PACKED.register()
+    PACKED.group = ALONE
     PACKED.context = min(context, limit) if context and limit else context or limit
     try:
         error = _error(model, before)
@@ -237,12 +262,18 @@ Fill = Callable[[str, nn.Module], None]
 
 
 def load_models(
-    launch: RankLaunch, device: torch.device, most: Most, tell: Callable[[], None], fill: Fill | None = None
+    launch: RankLaunch,
+    device: torch.device,
+    most: Most,
+    tell: Callable[[], None],
+    fill: Fill | None = None,
+    group: SequenceGroup = ALONE,
 ) -> RankModels:
     """Load all models of the job, ready for the first step. A collective.
 
     `most`: maximum of each number over the ranks. `fill`: replaces the loaded weights, in a world that starts from
-    in-memory replicas. Raises DataError if a model cannot be loaded or trained.
+    in-memory replicas. `group`: the ranks that compute a packed row together. Raises DataError if a model cannot be
+    loaded or trained.
     """
     train, model = launch.spec.train, launch.spec.model
     # With adapters a checkpoint has nothing else, so the model is the base.
@@ -269,11 +300,12 @@ def load_models(
                 checkpoint_activations(one, folder)
     if packing == "packed":
         dtype = torch.bfloat16 if train.dtype == "bf16" else torch.float32
+        PACKED.group = group
         PACKED.use_fastest(module.config, dtype, device, beside=None if backbone is None else backbone.config)
     value_model = None if backbone is None else make_value_model(backbone, _head_folder(launch))
     # Policy and critic get the same tokens, so both must support them.
     every = [vocabulary_of(module), *([] if value_model is None else [value_model.vocabulary])]
-    feeding = Feeding(packing, min(every), device)
+    feeding = Feeding(packing, min(every), device, group)
     policy = _split(module, train, train, feeding)
     tell()
     reference = _reference(policy, original, train, device)

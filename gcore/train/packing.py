@@ -99,18 +99,18 @@ def plan_step(
     cutting: CutSettings,
     units_of: Callable[[Iterable[SampleSlot]], list[Unit]] = single_units,
 ) -> tuple[MiniBatchPlan, ...]:
-    """Plan the micro-batches of `rank` for every mini-batch of a step.
+    """Plan the micro-batches of `rank` for every mini-batch of a step; those of all ranks of a sequence group are equal.
 
     `layout`: which samples each rank trains. `units_of`: combines a rank's samples into units that must stay in one
     micro-batch; it must give the same result on every rank.
     """
     plans = []
     for number in range(layout.mini_batches):
-        shares = [layout.share(number, other) for other in range(layout.world_size)]
+        shares = layout.shares[number]
         computed = [units_of(slot for slot in share if cutting.masked or not is_masked(seal, slot)) for share in shares]
         count = max(sum(1 for _ in _cut(_sorted(seal, units), cutting, None)) for units in computed)
-        # A single rank has no others to wait for, so it uses as few micro-batches as possible.
-        own = cut_evenly(seal, computed[rank], cutting, count if layout.world_size > 1 else 1)
+        # A single rank or sequence group has no others to wait for, so it uses as few micro-batches as possible.
+        own = cut_evenly(seal, computed[layout.group_of(rank)], cutting, count if len(shares) > 1 else 1)
         responses = [
             seal.groups[slot.group].own_tokens[slot.sample]
             for share in shares

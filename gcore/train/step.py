@@ -41,7 +41,7 @@ from gcore.system.clock import Clock
 from gcore.system.fault_injection import FaultPoint, fault_point
 from gcore.train.advantages import RankReductions, advantages
 from gcore.train.algorithms.losses import kl_estimate
-from gcore.train.backends.distributed import Collective
+from gcore.train.backends.distributed import Collective, SampleReductions
 from gcore.train.batching import (
     BatchIndex,
     LogitsOf,
@@ -239,6 +239,7 @@ class StepTrainer:
         self._launch = launch
         self._train = launch.spec.train
         self._collective = collective
+        self._over_samples = SampleReductions(collective, models.policy.feeding.group)
         self._policy = models.policy
         self._reference = models.reference
         self._saver = saver
@@ -296,7 +297,7 @@ class StepTrainer:
         elif work.seal.groups:  # the last step of a job may be empty and only write a checkpoint
             critic = self._learn(work, timer, tally, tell)
         fault_point(FaultPoint.STEP, "after")
-        metrics = tally.metrics(self._collective) | (critic.metrics(self._collective) if critic is not None else {})
+        metrics = tally.metrics(self._over_samples) | (critic.metrics(self._over_samples) if critic is not None else {})
         with timer.phase("saving"):
             tell("saving")
             version = Version(self._launch.lineage, work.seal.step)
@@ -324,7 +325,7 @@ class StepTrainer:
             step = cut_step(work, self._train, self._policy.feeding)
         known, critic = self._know(step, timer, tally, tell)
         show_advantages(self._launch.run_path, self._launch.spec.samples, step, known.advantages)
-        kept = trained_mask(step, self._objective, known.old, self._collective)
+        kept = trained_mask(step, self._objective, known.old, self._over_samples)
         with timer.phase("update"):
             self._updates(step, known, kept, critic, tally, tell)
         return critic
@@ -336,7 +337,7 @@ class StepTrainer:
         with timer.phase("cut"):
             step = cut_step(part.work, self._train, self._policy.feeding)
         known, _ = self._know(step, timer, tally, tell)
-        kept = trained_mask(step, self._objective, known.old, self._collective)
+        kept = trained_mask(step, self._objective, known.old, self._over_samples)
         streamed.add(kept.counts[0], self._objective)
         if self._launch.spec.samples.due(part.work.seal.step):
             streamed.keep(step, known.advantages)
@@ -381,9 +382,9 @@ class StepTrainer:
         penalties, critic = self._penalties(step, old, reference, tally), None
         if self._critique is not None:
             with timer.phase("values"):
-                critic = self._critique.begin(step, penalties, self._collective, tell)
+                critic = self._critique.begin(step, penalties, self._over_samples, tell)
         targets = None if critic is None else critic.targets
-        found = advantages(step, self._train, penalties, self._collective, targets, self._estimator)
+        found = advantages(step, self._train, penalties, self._over_samples, targets, self._estimator)
         return PrecomputedPasses(found, old, reference), critic
 
     def _agree(self, work: StepInput) -> None:

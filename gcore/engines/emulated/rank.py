@@ -201,10 +201,11 @@ class EmulatedTrainer:
 
 
 def _tokens(work: StepInput) -> int:
-    """Return the number of prompt and response tokens in the rank's share of a step."""
+    """Return the number of prompt and response tokens of a step that the rank computes."""
     groups = work.seal.groups
     share = work.layout.of_rank(work.rank)
-    return sum(groups[slot.group].prompt_tokens + groups[slot.group].response_tokens[slot.sample] for slot in share)
+    tokens = sum(groups[slot.group].prompt_tokens + groups[slot.group].response_tokens[slot.sample] for slot in share)
+    return tokens // work.layout.sequence_parallel
 
 
 def load_emulated_rank(

@@ -226,12 +226,14 @@ class SealState(StrEnum):
 class Seal(Record):
     """Record `seal/{step}`: the groups that form an open step, and how far their transfer to the ranks is.
 
-    `world_size`, `mini_batches` and `attention_equals_at` (`gcore.ledger.records.cluster`) are inputs of
+    `world_size`, `sequence_parallel`, `mini_batches` and `attention_equals_at` (`gcore.ledger.records.cluster`) are inputs of
     `balance_samples`. The seal therefore determines which rank trains which sample in which update. `attempt` counts
     the seals of this step. `outcomes`: filtered and failed prompts that the commit records. `sealer`: incarnation of
     the last writer. In a streamed step `groups` grows part by part. READY parts are never given up; an OPEN seal
     contains READY parts only.
     """
+
+    came_with: ClassVar[Mapping[str, int]] = {"sequence_parallel": 3}
 
     lineage: int
     step: int
@@ -259,6 +261,8 @@ class Seal(Record):
     """Whether this step writes a checkpoint even if the spec does not ask for one, because the job must give back its
     slots.
     """
+    sequence_parallel: PositiveInt = 1
+    """Number of consecutive ranks that compute each sample together (a sequence group). It divides `world_size`."""
 
     @property
     def collects(self) -> bool:

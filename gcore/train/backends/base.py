@@ -85,12 +85,16 @@ class TrainBackend(Protocol):
     def outputs_of(self) -> LogitsOf:
         """The function that computes the model's outputs for the scored tokens, [n, width].
 
-        Calling it is a collective.
+        With sequence parallelism only for those in this rank's slice of the row. Calling it is a collective.
         """
         ...
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
-        """Back-propagate this rank's part of the global loss. `last`: it is the last micro-batch of the update."""
+        """Back-propagate this rank's part of the global loss. `last`: it is the last micro-batch of the update.
+
+        With sequence parallelism `loss` is that of the whole sequence group, on each of its ranks; the gradient of each
+        rank is the part of its own tokens (`gcore.train.backends.sequence_parallel`).
+        """
         ...
 
     def flush(self) -> None:

@@ -24,6 +24,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from gcore.errors import GcoreError
 from gcore.system.network import is_loopback, join_host_port, listen, split_host_port
+from gcore.train.backends.sequence_parallel import ALONE, SequenceGroup
 
 SIOCGIFADDR = 0x8915
 
@@ -117,6 +118,17 @@ class Collective:
             listing = ", ".join(f"rank {rank}: {row}" for rank, row in enumerate(rows))
             raise WorldDiverged(f"the ranks do not agree on {what} ({listing})")
 
+    def form_sequence_groups(self, size: int) -> SequenceGroup:
+        """Divide the ranks into sequence groups of `size` consecutive ranks. Returns that of this rank.
+
+        `size` must divide the number of ranks.
+        """
+        if size == 1:
+            return ALONE
+        firsts = range(0, self.size, size)
+        groups = [dist.new_group(list(range(first, first + size)), timeout=COLLECTIVE_TIMEOUT) for first in firsts]
+        return SequenceGroup(self.rank % size, size, groups[self.rank // size])
+
     def leave(self) -> None:
         """Destroy the process group. Call it only while no collective runs."""
         if dist.is_initialized():
@@ -127,6 +139,25 @@ class Collective:
         if self.size > 1 and len(tensor):
             dist.all_reduce(tensor, operation)
         return [float(value) for value in tensor.tolist()]
+
+
+class SampleReductions:
+    """Sums and maxima of numbers that ranks have from their samples, which are the same on all ranks of a sequence group.
+
+    The numbers of the group's first rank are added. Both methods are collectives of all ranks.
+    """
+
+    def __init__(self, collective: Collective, group: SequenceGroup) -> None:
+        self._collective = collective
+        self._counts = group.index == 0
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        """Sum of each number over the sequence groups."""
+        return self._collective.sum(values if self._counts else [0.0] * len(values))
+
+    def max(self, values: Sequence[float]) -> list[float]:
+        """Maximum of each number over the ranks."""
+        return self._collective.max(values)
 
 
 def find_interface(host: str) -> str | None:

@@ -7,6 +7,9 @@ results are correct.
 
 Unsupported features (sliding windows, soft caps, sinks, position biases) are refused, never ignored, and so is
 attention across rectangles. `choose_feeding` in `gcore.train.models` tests which models can be packed.
+
+With sequence parallelism a layer's input is this rank's slice of the row. Queries, keys and values of the whole row are
+exchanged for a share of the heads (`gcore.train.backends.sequence_parallel`).
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AttentionInterface
 
+from gcore.train.backends.sequence_parallel import ALONE
 from gcore.train.packing import Rectangle
 
 log = logging.getLogger("gcore.train")
@@ -31,6 +35,12 @@ NAME = "gcore_packed"
 
 
 Varlen = Callable[..., Any]
+
+
+def attention_heads(config: Any) -> tuple[int, int]:
+    """The numbers of query heads and of KV heads of a model, from its transformers configuration."""
+    heads = int(config.num_attention_heads)
+    return heads, int(getattr(config, "num_key_value_heads", None) or heads)
 
 
 class UnsupportedPackedAttention(Exception):
@@ -51,6 +61,8 @@ class PackedAttention:
         self._longest = 0
         self.context = 0
         """Maximum sequence length in tokens of the model; a sliding window of at least this size has no effect."""
+        self.group = ALONE
+        """The ranks that compute a row together."""
         self._varlen: Varlen | None = None
         self._takes_gqa = True
 
@@ -59,7 +71,7 @@ class PackedAttention:
         AttentionInterface.register(NAME, self)
 
     def lay(self, rectangles: Sequence[Rectangle], device: torch.device) -> None:
-        """Set how the row of the next forward pass is split: its rectangles, in order."""
+        """Set how the row of the next forward pass, of all ranks of the group, is split: its rectangles, in order."""
         self._rectangles = tuple(rectangles)
         self._sizes = [one.tokens for one in rectangles]
         self._longest = max((one.length for one in rectangles), default=0)
@@ -85,9 +97,9 @@ class PackedAttention:
         try:
             from torch.nn.attention.varlen import varlen_attn
 
-            heads = int(config.num_attention_heads)
-            kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
+            heads, kv_heads = attention_heads(config)
             dim = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
+            heads, kv_heads = self.group.heads_of_rank(heads), self.group.heads_of_rank(kv_heads)
             self._varlen = varlen_attn
             # Without this parameter torch 2.11 supports grouped heads implicitly; the result is compared below.
             self._takes_gqa = "enable_gqa" in inspect.signature(varlen_attn).parameters
@@ -133,19 +145,24 @@ class PackedAttention:
     ) -> tuple[Tensor, None]:
         """Attention with the interface of transformers: `query` [1, head, token, dim] → [1, token, head, dim].
 
+        The tokens are those of this rank's slice of the row.
+
         Raises UnsupportedPackedAttention if the model passes an argument that is not supported.
         """
         if softcap is not None or s_aux is not None or position_bias is not None:
             raise UnsupportedPackedAttention("a soft cap, attention sinks or a position bias")
         if sliding_window is not None and sliding_window < max(self.context, self._longest):
             raise UnsupportedPackedAttention(f"a sliding window of {sliding_window} tokens")
-        if query.shape[0] != 1 or query.shape[2] != sum(self._sizes) or key.shape[2] != query.shape[2]:
+        tokens = query.shape[2] * self.group.size
+        if query.shape[0] != 1 or tokens != sum(self._sizes) or key.shape[2] != query.shape[2]:
             raise UnsupportedPackedAttention(f"queries {tuple(query.shape)} over keys {tuple(key.shape)}")
         if attention_mask is not None or getattr(module, "is_causal", True) is False:
             raise UnsupportedPackedAttention("its own attention mask")
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         attend = self._by_rectangle if self._varlen is None else self._at_once
-        return attend(query, key, value, scale), None
+        if self.group.size == 1:
+            return attend(query, key, value, scale), None
+        return self.group.join_heads(attend(*self.group.divide_heads(query, key, value), scale)), None
 
     def _by_rectangle(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         grouped = query.shape[1] != key.shape[1]

@@ -184,7 +184,7 @@ class ReceiptWriter:
     def _fields(self, work: StepInput, loss: float | None) -> dict[str, object]:
         by_group: dict[int, list[int]] = {}
         slot: SampleSlot
-        for slot in work.layout.of_rank(work.rank):
+        for slot in work.layout.receipt_of(work.rank):
             by_group.setdefault(slot.group, []).append(slot.sample)
         groups = [(work.seal.groups[number], samples) for number, samples in sorted(by_group.items())]
         return {

@@ -157,6 +157,8 @@ class FeedState:
     groups: Mapping[str, TrainGroup] = field(default_factory=_nothing, repr=False)
     applying: Token | None = None
     applied: Token | None = None
+    sequence_parallel: int = 1
+    """Number of consecutive ranks that compute each sample together."""
     streams: bool = False
     """Whether the job's steps may be sealed and trained in parts (`train.stream`)."""
     begun: tuple[tuple[str, ...], ...] = ()
@@ -306,6 +308,11 @@ def _seal_fault(state: FeedState, token: Token, seal: Seal) -> str:
         return (
             f"the seal is for {seal.world_size} ranks of world {seal.world}, "
             f"but this rank is one of {state.world_size} of world {state.name.world}"
+        )
+    if seal.sequence_parallel != state.sequence_parallel:
+        return (
+            f"the seal is for sequence groups of {seal.sequence_parallel} ranks, "
+            f"but those of this world have {state.sequence_parallel}"
         )
     if token.step != state.done + 1:
         return f"step {token.step} cannot be applied before step {state.done + 1}"

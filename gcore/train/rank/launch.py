@@ -68,6 +68,11 @@ class RankLaunch(RecordPart):
     def _check_world(self) -> RankLaunch:
         if self.rank >= self.world_size:
             raise ValueError(f"rank {self.rank} does not exist in a world of {self.world_size} ranks")
+        if self.world_size % self.spec.train.sequence_parallel:
+            raise ValueError(
+                f"a world of {self.world_size} ranks does not consist of whole sequence groups "
+                f"(train.sequence_parallel: {self.spec.train.sequence_parallel})"
+            )
         if self.memory_dir and len(self.nodes) != self.world_size:
             raise ValueError(f"{len(self.nodes)} nodes are given for {self.world_size} ranks")
         return self

@@ -173,7 +173,8 @@ def _models(launch: RankLaunch, collective: Collective, tell: Callable[[str], No
     from gcore.train.models import load_models
 
     with explain_memory_error("loading the model", launch.spec.train, ("zero_stage", "offload_reference")):
-        models = load_models(launch, collective.device, collective.max, lambda: tell("loading"), fill)
+        group = collective.form_sequence_groups(launch.spec.train.sequence_parallel)
+        models = load_models(launch, collective.device, collective.max, lambda: tell("loading"), fill, group)
     if collective.device.type == "cuda":
         torch.cuda.empty_cache()
     return models
@@ -302,7 +303,15 @@ class RankProcess:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="torch")
         self._end: asyncio.Future[int] = self._loop.create_future()
         name = WorldName(launch.job_uid, launch.world, launch.lineage)
-        state = FeedState(name, launch.rank, launch.world_size, launch.start.step, streams=launch.spec.train.stream)
+        train = launch.spec.train
+        state = FeedState(
+            name,
+            launch.rank,
+            launch.world_size,
+            launch.start.step,
+            sequence_parallel=train.sequence_parallel,
+            streams=train.stream,
+        )
         self._pulse = ProgressReporter(control, clock, self._note_soon)
         self._board = RankStatus(state, clock, self._pulse.totals)
         self._orders = ControlListener(control, self._stop_soon)

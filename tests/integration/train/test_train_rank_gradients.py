@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from _pytest.mark import ParameterSet
 from rank_splits import named
-from rank_worlds import RUNS, WHOLE, WORLDS, run_worlds
+from rank_worlds import RUNS, STAGES, WHOLE, WORLDS, run_worlds
 from safetensors.numpy import load_file
 
 PROGRAM = Path(__file__).with_name("train_rank_program.py")
@@ -54,6 +54,15 @@ def runs_of(cases: Sequence[str], prefix: str = "") -> list[ParameterSet]:
         for case in cases
         if WHOLE or size == 1 or prefix + case in CROSSING
     ]
+
+
+GROUPED = ("engine", "gspo", "updates")
+"""Cases that four ranks run in sequence groups of two: a KL to another model, a ratio of whole sequences, mini-batches of unequal work."""
+
+
+def grouped(cases: Sequence[str]) -> list[ParameterSet]:
+    """Number of ranks, ZeRO stage and case."""
+    return [pytest.param(4, stage, case, id=f"{named(4, stage)}-{case}") for stage in STAGES for case in cases]
 
 
 pytestmark = pytest.mark.timeout(1200)  # everything is run once, for the first test
@@ -120,6 +129,43 @@ def check_gradient(folder: Path, case: str, stage: int, size: int, prefix: str =
     close = CLOSE.get(case, 6e-6 if prefix else 3e-6)  # what comes in parts is scaled once more
     for name, gradient in expected.items():
         np.testing.assert_allclose(found[name] / (1 - BETA1), gradient, rtol=0, atol=close * scale, err_msg=name)
+
+
+@pytest.mark.parametrize(("size", "stage", "case"), grouped(("engine", "gspo")))
+def test_sequence_groups_have_the_gradient_of_a_plain_loop(folder: Path, case: str, stage: int, size: int) -> None:
+    # The model has one KV head, fewer than a group has ranks.
+    check_gradient(folder, case, stage, size)
+
+
+@pytest.mark.parametrize(("size", "stage", "case"), grouped(("engine",)))
+def test_sequence_groups_train_a_step_in_parts(folder: Path, case: str, stage: int, size: int) -> None:
+    check_gradient(folder, case, stage, size, prefix="streamed-")
+
+
+@pytest.mark.parametrize(("size", "stage", "case"), grouped(("updates",)))
+def test_sequence_groups_lead_to_the_weights_of_a_plain_loop(folder: Path, case: str, stage: int, size: int) -> None:
+    check_updates(folder, case, stage, size)
+
+
+@pytest.mark.parametrize(("size", "stage", "case"), grouped(GROUPED))
+def test_sequence_groups_report_what_one_rank_reports(folder: Path, case: str, stage: int, size: int) -> None:
+    run = folder / f"{case}-{stage}-{size}"
+    reports = [json.loads((run / f"metrics-{rank}.json").read_text()) for rank in range(size)]
+    assert all(report == reports[0] for report in reports)
+    alone = json.loads((folder / f"{case}-2-1" / "metrics-0.json").read_text())
+    told = {name for name in alone if not name.endswith("_seconds") and name not in ("padding", "copied_bytes")}
+    assert {name: reports[0][name] for name in told} == {
+        name: pytest.approx(alone[name], rel=1e-5, abs=1e-5) for name in told
+    }
+
+
+@pytest.mark.parametrize(("size", "stage", "case"), grouped(("engine",)))
+def test_the_receipts_of_sequence_groups_list_each_sample_once(folder: Path, case: str, stage: int, size: int) -> None:
+    receipts = (folder / f"{case}-{stage}-{size}" / "receipts").glob("*.jsonl")
+    groups = {path.stem: json.loads(path.read_text())["groups"] for path in receipts}
+    assert [bool(groups[f"w-{rank}"]) for rank in range(size)] == [True, False, True, False]
+    samples = [(ref, index) for listed in groups.values() for ref, _, indexes in listed for index in indexes]
+    assert len(samples) == len(set(samples)) == 9
 
 
 @pytest.mark.parametrize(("size", "stage", "case"), runs_of(CASES))

@@ -126,8 +126,11 @@ STREAMED = {
     "padded": ((2, 1, 0), 2),
 }
 """The same cases once more, in parts: how many groups are in each, and how many parts come before the whole."""
+GROUPED = ("engine", "gspo", "updates")
+STREAMED_GROUPED = ("engine",)
+"""Cases that four ranks run in sequence groups of two, as a whole and in parts."""
 BASELINES = (0.5, 1.0, -0.25)
-BUDGETS = {1: 30, 2: 17, 3: 1000, FSDP2: 17}
+BUDGETS = {1: 30, 2: 18, 3: 1000, FSDP2: 18}
 """Tokens of a micro-batch, by stage: many pieces, single samples, one piece; the gradient is the same."""
 TEN: dict[str, Any] = {"old_logprobs": "engine"}
 STEPS = 10
@@ -443,7 +446,8 @@ def plain_token_loss(
 
 
 def run(folder: Path, plain: Callable[[Path], None], rank: Callable[[Path, int, int], None]) -> None:
-    """Run the plain loop, one rank, and two ranks, which may use the output of the one, each in a process forked after all imports.
+    """Run the plain loop and worlds of one, two and four ranks, which may use the output of those before, each in a process forked after
+    all imports. Four ranks form two sequence groups.
 
     Imports are most of the cost of such a process. There are no threads before the fork. Like every rank, they start without
     torch's compiler.
@@ -461,8 +465,7 @@ def run(folder: Path, plain: Callable[[Path], None], rank: Callable[[Path, int, 
     torch.set_num_threads(1)
     for together in (
         [partial(plain, folder)],
-        [partial(rank, folder, 0, 1)],
-        [partial(rank, folder, n, 2) for n in (0, 1)],
+        *([partial(rank, folder, n, size) for n in range(size)] for size in (1, 2, 4)),
     ):
         processes = [multiprocessing.get_context("fork").Process(target=one, daemon=True) for one in together]
         for process in processes:
@@ -496,7 +499,7 @@ def join(folder: Path, rank: int, size: int) -> meeting_place.Collective:
 
 
 def rank_process(folder: Path, rank: int, size: int) -> None:
-    """Every case, two ranks at every stage; leaves checkpoints, whose exp_avg is (1 - beta1) times the gradient."""
+    """Every case, two ranks at every stage, and some cases four ranks; leaves checkpoints, whose exp_avg is (1 - beta1) times the gradient."""
     from gcore.train.backends.base import TrainBackend
     from gcore.train.backends.packed_attention import NAME
     from gcore.train.checkpoint.run_files import BackgroundWriter
@@ -506,13 +509,14 @@ def rank_process(folder: Path, rank: int, size: int) -> None:
     from gcore.train.step import StepTrainer
 
     world = join(folder, rank, size)
+    group = world.form_sequence_groups(2 if size == 4 else 1)
     seal, held = make_step()
 
     def trainer(name: str, spec_: dict[str, Any]) -> StepTrainer:
         gc.freeze()  # what the trainers before have left, too
         launch = rank_launch(spec_, folder / f"{name}-{size}", rank=rank, world_size=size)
         train = launch.spec.train
-        models = load_models(launch, world.device, world.max, lambda: None)
+        models = load_models(launch, world.device, world.max, lambda: None, group=group)
         if models.reference is not None:  # of another model than the policy's, or the KL would be 0
             other: Any = load_module(folder / "reference", torch.float32)
             if train.packing == "packed":
@@ -533,35 +537,46 @@ def rank_process(folder: Path, rank: int, size: int) -> None:
             for g, m, n in zip(seal.groups, masked, counts, strict=True)
         )
         more = {"world_size": size, "mini_batches": mini_batches, "groups": groups, "padding": PADDING.get(case, 0)}
-        cut = seal.model_copy(update=more)
+        cut = seal.model_copy(update=more | {"sequence_parallel": group.size})
         return StepInput(cut, balance_samples(cut), rank, held)
+
+    def streamed(case: str, stage: int, **more: Any) -> None:
+        parts, before = STREAMED.get(case, ((1, 2), 1))
+        of = "recompute" if case == "half" else case
+        name = f"streamed-{case}-{stage}"
+        work = sealed(of, 1)
+        cut = work.seal.model_copy(update={"parts": parts, "ready_parts": len(parts)})
+        work = dataclasses.replace(work, seal=cut, layout=balance_samples(cut))
+        one = trainer(name, spec(folder, of, stage, stream=True, sequence_parallel=group.size, **more))
+        begun = max(0, before - rank)  # not every rank was told of each before the whole
+        for part in list(remaining_parts(work))[:begun]:
+            one.accumulate(part, lambda phase: None)
+        result = one.run(dataclasses.replace(work, begun=begun), lambda phase: None)
+        (folder / f"{name}-{size}" / f"metrics-{rank}.json").write_text(json.dumps(dict(result.metrics)))
+
+    def whole_step(case: str, stage: int) -> None:
+        work = sealed(case, GROUPS if case in ("updates", "lonely") else 1)
+        one = trainer(f"{case}-{stage}", spec(folder, case, stage, sequence_parallel=group.size))
+        result = one.run(work, lambda phase: None)
+        (folder / f"{case}-{stage}-{size}" / f"metrics-{rank}.json").write_text(json.dumps(dict(result.metrics)))
 
     writers: list[BackgroundWriter] = []
     made_policies: dict[str, TrainBackend] = {}
-    for stage in (1, 2, 3, FSDP2):
+    for stage in STAGES if size == 4 else ():
+        for case in GROUPED:
+            whole_step(case, stage)
+        for case in STREAMED_GROUPED:
+            streamed(case, stage)
+    for stage in (1, 2, 3, FSDP2) if size < 4 else ():
         whole = stage in STAGES if size > 1 else stage == 2
         if stage == FSDP2 and not whole:
             continue
         for case in cases_of([*CASES, "updates", "lonely"], size) if whole else FEW:
-            name = f"{case}-{stage}"
-            work = sealed(case, GROUPS if case in ("updates", "lonely") else 1)
-            result = trainer(name, spec(folder, case, stage)).run(work, lambda phase: None)
-            (folder / f"{name}-{size}" / f"metrics-{rank}.json").write_text(json.dumps(dict(result.metrics)))
+            whole_step(case, stage)
         if not whole:
             continue
         for case in cases_of([*STREAMED, "half"], size, "streamed-"):
-            (parts, before), half = STREAMED.get(case, ((1, 2), 1)), {"dtype": "bf16"} if case == "half" else {}
-            of = "recompute" if case == "half" else case
-            name = f"streamed-{case}-{stage}"
-            work = sealed(of, 1)
-            cut = work.seal.model_copy(update={"parts": parts, "ready_parts": len(parts)})
-            work = dataclasses.replace(work, seal=cut, layout=balance_samples(cut))
-            one = trainer(name, spec(folder, of, stage, stream=True, **half))
-            begun = max(0, before - rank)  # not every rank was told of each before the whole
-            for part in list(remaining_parts(work))[:begun]:
-                one.accumulate(part, lambda phase: None)
-            result = one.run(dataclasses.replace(work, begun=begun), lambda phase: None)
-            (folder / f"{name}-{size}" / f"metrics-{rank}.json").write_text(json.dumps(dict(result.metrics)))
+            streamed(case, stage, **({"dtype": "bf16"} if case == "half" else {}))
         nothing = seal.model_copy(update={"world_size": size, "groups": (), "last": True})
         result = trainer(f"empty-{stage}", spec(folder, "engine", stage)).run(
             StepInput(nothing, balance_samples(nothing), rank, {}), lambda phase: None
