@@ -30,6 +30,7 @@ from placement.slots import (
     Split,
     SplitBounds,
     feasible,
+    rank_slots,
     replica_groups,
     round_robin,
     split_distance,
@@ -137,12 +138,14 @@ def _least_breaking(
     return found is None, found or 0
 
 
-def plan_roles(plan: Plan) -> Dealt:
-    """List the slots that each pool uses in a plan, by replica: those of awake engines and of train ranks."""
+def plan_roles(plan: Plan, together: int = 1) -> Dealt:
+    """List the slots that each pool uses in a plan, by replica: those of awake engines, and of sequence groups of
+    `together` train ranks.
+    """
     ranks = [place.on for place in sorted(plan.ranks, key=lambda place: place.rank)]
     awake = [place for place in plan.engines if not place.asleep]
     return {
-        "train": tuple((slot,) for slot in ranks),
+        "train": tuple(tuple(ranks[first : first + together]) for first in range(0, len(ranks), together)),
         "reward": tuple(dict.fromkeys(place.on for place in awake if place.judge)),
         "rollout": tuple(dict.fromkeys(place.on for place in awake if not place.judge)),
     }
@@ -191,7 +194,9 @@ def assign_split(
     same_world = current is not None and current.world == world
     if same_world and current is not None and len(current.ranks) != split.train:
         return None
-    now: Dealt = plan_roles(current) if current is not None else {}
+    # Ranks that stay are not dealt again, so their sequence groups may have slots of any nodes.
+    sizes = replace(sizes, train=1) if same_world else sizes
+    now: Dealt = plan_roles(current, sizes.train) if current is not None else {}
     if split.mode == "colocated":
         ranks = (
             current.ranks if same_world and current is not None else _ranks(_dealt_ranks(split, now, snapshot, sizes))
@@ -204,9 +209,14 @@ def assign_split(
         here = frozenset(_slots(snapshot))
         ranks_here = sum(slot in here for (slot,) in now["train"]) if same_world else split.train
         pools = deal_replicas(replace(split, train=ranks_here), now, snapshot, sizes, ranks_stay=same_world)
+        if pools is None and sizes.train > 1:  # no node has enough adjacent slots for a sequence group
+            split_groups = {**now, "train": tuple((slot,) for group in now.get("train", ()) for slot in group)}
+            pools = deal_replicas(split, split_groups, snapshot, replace(sizes, train=1))
+            pools = None if pools is None else {**pools, "train": tuple(sorted(pools["train"]))}
         if pools is None:
             return None
-        ranks = current.ranks if same_world and current is not None else _ranks([slot for (slot,) in pools["train"]])
+        dealt = [slot for group in pools["train"] for slot in group]
+        ranks = current.ranks if same_world and current is not None else _ranks(dealt)
         engines = _apart(pools, {p.on for p in ranks}, snapshot, judges, current, sizes)
     if same_world and current is not None:
         nodes = {one.node for one in snapshot.nodes}
@@ -220,11 +230,13 @@ def _slots(snapshot: Snapshot) -> list[Slot]:
 
 
 def _dealt_ranks(split: Split, now: Dealt, snapshot: Snapshot, sizes: ReplicaSizes) -> list[Slot]:
-    """Choose the slots of the train ranks: slots that train now first, then further ones. Ranks fill all slots of one
-    of the widest replicas before the next, so that whole replicas stay free for engines."""
-    slots = [slot for replica in _replicas(snapshot, sizes.widest) for slot in replica]
+    """Choose the slots of the train ranks: slots that train now first, those of whole sequence groups before others,
+    then further ones. Ranks fill all slots of one of the widest replicas, or sequence groups, before the next, so that
+    whole replicas stay free for engines."""
+    slots = rank_slots(sorted(snapshot.nodes, key=lambda one: one.node), max(sizes.widest, sizes.train))
     there = frozenset(slots)
-    kept = [slot for (slot,) in now.get("train", ()) if slot in there][: split.train]
+    groups = sorted(now.get("train", ()), key=lambda group: not there.issuperset(group))
+    kept = [slot for group in groups for slot in group if slot in there][: split.train]
     stays = frozenset(kept)
     return [*kept, *(slot for slot in slots if slot not in stays)][: split.train]
 

@@ -32,6 +32,7 @@ from placement.slots import (
     SplitBounds,
     count_noun,
     feasible,
+    rank_slots,
     replica_groups,
     round_robin,
 )
@@ -41,7 +42,7 @@ def first_plan(snapshot: Snapshot, wanted: PlacementRequest, *, world: str, gene
     """Place a job with a fixed placement (`colocated` or `static`). `world`: name of its train world. `generation`:
     number of the plan. Raises SpecError if there are too few slots."""
     nodes = sorted(snapshot.nodes, key=lambda n: n.node)
-    places, ranks = _round_robin(nodes), count_ranks(snapshot, wanted)
+    places, ranks = rank_slots(nodes, wanted.sizes.train), count_ranks(snapshot, wanted)
     if count_lacking_slots(snapshot, wanted):
         raise SpecError(
             f"{_in_words(wanted, ranks or 1)} do not fit on {count_noun(len(places), 'slot')}",
@@ -55,10 +56,10 @@ def first_plan(snapshot: Snapshot, wanted: PlacementRequest, *, world: str, gene
     else:
         if sizes.widest > 1:
             # Node by node, so that ranks and smaller engines break the fewest slots of larger ones.
-            places = [place for node in nodes for place in _round_robin([node])]
+            places = [place for node in nodes for place in rank_slots([node], wanted.sizes.train)]
             if sizes.reward <= sizes.rollout:
                 reward = [one for node in nodes for one in _round_robin([node], sizes.reward)]
-        training = places[: wanted.train]
+        training = [EnginePlace(node=place.node, slot=place.slot) for place in places[: wanted.train]]
         reward = _free(reward, training)[: wanted.reward // sizes.reward]
         rollout = _free(rollout, [*training, *reward])
         judge, roll = (sum(len(one.slots) for one in engines) for engines in (reward, rollout))
@@ -242,7 +243,7 @@ def worth_forming(growth: GrowthMeasurements) -> str:
 NOTHING_FIXED = Pin()
 
 ALL_SIZES = 16
-"""Up to this many slots every size of the train world is allowed; with more, only 2**n and 3 * 2**n."""
+"""Up to this many ranks or sequence groups every size of the train world is allowed; with more, only 2**n and 3 * 2**n."""
 
 
 def find_bounds(
@@ -270,8 +271,9 @@ def slot_bounds(
     if job.ranks is not None:
         sizes: tuple[int, ...] = (job.ranks,)
     else:
-        most = min(slots, job.most_ranks)
-        found = {size for size in range(1, most + 1) if most <= ALL_SIZES or _is_round(size)}
+        together = job.sizes.train
+        most = min(slots, job.most_ranks) // together
+        found = {size * together for size in range(1, most + 1) if most <= ALL_SIZES or _is_round(size)}
         sizes = tuple(sorted(found | ({now} if now is not None and now <= slots else set())))
     if pin is not None and pin.train is not None:
         sizes = (pin.train,)

@@ -22,9 +22,9 @@ class PlacementRequest:
     """What a job requests from placement.
 
     `moves`: a policy moves slots between pools. `ranks`: size of the train world; None: one per node, or, with `moves`,
-    any number up to `most_ranks` (the samples of an optimizer update). `judges`: number of engines of each judge that
+    any number up to `most_ranks` (one rank or sequence group per sample of an optimizer update). `judges`: number of engines of each judge that
     the cluster serves, by name; None: one on each slot of the pool. `train`, `reward`: slots of these pools, at the
-    start only with `moves`; `train` None: the pools share all slots. `sizes`: slots per engine. `group`: responses per
+    start only with `moves`; `train` None: the pools share all slots. `sizes`: slots per engine and sequence group. `group`: responses per
     prompt. `work`: the work of a step, for predictions, or a sentence that says why it is not known.
     """
 
@@ -56,7 +56,7 @@ class PlacementRequest:
             placement.reward or 0,
             sizes,
             moves=True,
-            most_ranks=max(samples, 1),
+            most_ranks=max(samples, 1) * sizes.train,
             group=spec.flow.samples_per_prompt,
         )
 
@@ -67,15 +67,21 @@ class PlacementRequest:
 
 
 def count_ranks(snapshot: Snapshot, wanted: PlacementRequest) -> int:
-    """Return the number of ranks of a train world formed on these nodes: that of the request, else one per node."""
-    return wanted.ranks if wanted.ranks is not None else sum(1 for node in snapshot.nodes if node.slots)
+    """Return the number of ranks of a train world formed on these nodes: that of the request, else one per node in whole
+    sequence groups, at least one group.
+    """
+    if wanted.ranks is not None:
+        return wanted.ranks
+    together = wanted.sizes.train
+    nodes = sum(1 for node in snapshot.nodes if node.slots)
+    return nodes if together == 1 else max(nodes // together, 1) * together
 
 
 def count_lacking_slots(snapshot: Snapshot, wanted: PlacementRequest, *, first: bool = False) -> int:
     """Return how many slots must be added before the job can be placed; 0 if it fits. `first`: the job has no plan yet,
     so the spec's initial split must fit."""
     if wanted.train is not None and (first or not wanted.moves):
-        need = (wanted.train or 1) + wanted.reward + wanted.sizes.rollout
+        need = (wanted.train or wanted.sizes.train) + wanted.reward + wanted.sizes.rollout
     else:
         need = count_ranks(snapshot, wanted) or 1
     return max(need - snapshot.slots, 0)

@@ -7,7 +7,8 @@ each phase change, and needs the memory of all pools.
 A replica is the set of slots that together run one engine (tensor parallel): adjacent slots of one node, beginning at a
 multiple of its size. So if one of two sizes divides the other, each larger replica consists of whole smaller ones, and
 a sleeping engine of another pool can stay on its slots. Slots that remain at the end of a node belong to no replica. A
-train rank has one slot.
+train rank has one slot. A replica of the train pool is a sequence group: ranks that compute each sample together, or one
+rank. Unlike an engine it may have slots of several nodes, if no node has enough.
 """
 
 from __future__ import annotations
@@ -150,29 +151,30 @@ class ReplicaSizes:
 
     rollout: int = 1
     reward: int = 1
+    train: int = 1
 
     def of(self, pool: Pool) -> int:
         """Return the size of a pool's replicas."""
-        return 1 if pool == "train" else self.rollout if pool == "rollout" else self.reward
+        return self.train if pool == "train" else self.rollout if pool == "rollout" else self.reward
 
     @property
     def widest(self) -> int:
-        """The larger of the two sizes."""
+        """The larger of the two sizes of engines."""
         return max(self.rollout, self.reward)
 
 
 SINGLE = ReplicaSizes()
-"""One slot per replica in both pools."""
+"""One slot per replica in every pool."""
 
 
 def sizes_of(spec: JobSpec) -> ReplicaSizes:
     """Return the slots per replica that a spec sets. All judges that the cluster serves have the same size."""
     served = (judge.serving.slots_per_engine for judge in spec.served_judges)
-    return ReplicaSizes(spec.rollout.slots_per_engine, max(served, default=1))
+    return ReplicaSizes(spec.rollout.slots_per_engine, max(served, default=1), spec.train.sequence_parallel)
 
 
 def plan_sizes(plan: Plan) -> ReplicaSizes:
-    """Return the slots per replica in a plan. All engines of a pool have the same size."""
+    """Return the slots per engine in a plan. All engines of a pool have the same size."""
     found = {place.pool: len(place.slots) for place in plan.engines}
     return ReplicaSizes(found.get("rollout", 1), found.get("reward", 1))
 
@@ -187,6 +189,20 @@ def round_robin(of_nodes: Sequence[Sequence[T]]) -> list[T]:
     """List the items of all nodes, one of each node before the second of any."""
     deepest = max(map(len, of_nodes), default=0)
     return [of_node[number] for number in range(deepest) for of_node in of_nodes if number < len(of_node)]
+
+
+def rank_slots(nodes: Sequence[NodeSlots], together: int) -> list[Slot]:
+    """List the slots of all nodes in the order in which train ranks use them.
+
+    First whole sequence groups of `together` adjacent slots, one of each node before the second of any; then the slots
+    that remain on each node, in the same way.
+    """
+    groups = [
+        [tuple(Slot(one.node, name) for name in group) for group in replica_groups(one.slots, together)]
+        for one in nodes
+    ]
+    left = [[Slot(one.node, name) for name in one.slots[len(one.slots) // together * together :]] for one in nodes]
+    return [*(slot for group in round_robin(groups) for slot in group), *round_robin(left)]
 
 
 @dataclass(frozen=True, slots=True)

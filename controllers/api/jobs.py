@@ -132,12 +132,17 @@ def parse_pin(
             "the reward pool cannot have slots: the cluster serves no judge of this job", fix="Leave --reward out"
         )
     if parted := next((pool for pool in POOLS if sizes.get(pool, 0) % spans.of(pool)), None):
-        what = f"{parted} {sizes[parted]} is not a whole number of engines of {spans.of(parted)} slots each"
+        what = "sequence groups of {} ranks" if parted == "train" else "engines of {} slots"
+        what = f"{parted} {sizes[parted]} is not a whole number of {what.format(spans.of(parted))} each"
         raise UsageError(what, fix=f"Use a multiple of {spans.of(parted)}")
     together = known.sizes | sizes
     apart = "rollout" in together or "reward" in together
     # If a pool has its own slots, every other pool needs at least the slots of one engine or rank.
-    least = {"rollout": apart * spans.rollout, "reward": (apart and judged) * spans.reward, "train": int(apart)}
+    least = {
+        "rollout": apart * spans.rollout,
+        "reward": (apart and judged) * spans.reward,
+        "train": apart * spans.train,
+    }
     others = {pool: size for pool, size in least.items() if size and pool not in together}
     if sum(together.values()) + sum(others.values()) > slots:
         said = ", ".join(f"{pool} {together[pool]}" for pool in POOLS if pool in together)

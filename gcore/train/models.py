@@ -161,7 +161,7 @@ def _check_heads(models: Sequence[Any], size: int) -> None:
             raise DataError(
                 f"a {_kind(model)} has {heads} attention heads, which {size} ranks cannot share equally",
                 where="train.sequence_parallel",
-                fix=f"Use a divisor of {heads}",
+                fix=f"Use a number that divides {heads}, or leave it out",
             )
 
 

@@ -3,8 +3,9 @@
 Memory of a train rank: FSDP2 splits weights, gradients and optimizer state between the ranks, and gathers a layer while
 it computes, and at stages 1 and 2 until its backward pass. DeepSpeed partitions the optimizer state between the ranks at ZeRO stage 1, also the gradients
 at stage 2, and also the weights at stage 3, where it gathers them while it uses them. A gradient bucket is as large as
-the model, up to `BUCKET`. Activations are those that autograd keeps in each layer of a transformers decoder. `make
-bench-memory` compares these numbers with real processes.
+the model, up to `BUCKET`. Activations are those that autograd keeps in each layer of a transformers decoder; with
+sequence parallelism a rank has those of its slice of a micro-batch. `make bench-memory` compares these numbers with real
+processes.
 
 A layout fits if each slot holds the processes that share it: a rank with the models that it trains, engines with
 weights and KV cache. Each engine gets the cache that it wants if there is room, else a proportional part of what is
@@ -63,7 +64,7 @@ class MemoryNeed:
 def activation_bytes(shape: ModelShape, training: TrainWorkload, ranks: int) -> int:
     """Return the bytes that a rank keeps for the backward pass of the largest micro-batch: activations and logits."""
     item = 2 if training.half else 4
-    tokens = micro_tokens(training, ranks)
+    tokens = -(-micro_tokens(training, ranks) // training.together)
     layer = item * (6 * shape.width + 4 * shape.inner + _attention_numbers(shape))
     kept = item * shape.width * shape.layers + layer if training.recomputes else layer * shape.layers
     scored = tokens * training.scored
@@ -138,9 +139,9 @@ def _attention_numbers(shape: ModelShape) -> int:
 
 
 def micro_tokens(training: TrainWorkload, ranks: int) -> int:
-    """Return the tokens of the largest micro-batch: the spec's limit or all tokens of the rank's mini-batch, whichever
-    is smaller, but at least the longest sample."""
-    own = -(-training.samples // (ranks * training.mini_batches)) * training.longest
+    """Return the tokens of the largest micro-batch of a rank or sequence group: the spec's limit or all tokens of its
+    mini-batch, whichever is smaller, but at least the longest sample."""
+    own = -(-training.samples * training.together // (ranks * training.mini_batches)) * training.longest
     return max(training.longest, min(training.micro_tokens, own))
 
 

@@ -16,6 +16,7 @@ the default bandwidths of a cluster file.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -142,11 +143,24 @@ class MachineSpeed:
             passes += training.forwards if name == "policy training" else 1.0
             total += tokens * forward * passes / ranks / (device.tflops * 1e12 * TRAINING_SHARE)
             updates = training.mini_batches * training.epochs
-            micro = max(1.0, tokens / training.mini_batches / ranks / training.micro_tokens) * updates
+            micro = tokens / training.mini_batches / (ranks / training.together) / training.micro_tokens
+            micro = max(1.0, micro) * updates
             total += micro * 4 * shape.layers * device.launch_s
             total += updates * UPDATE_BYTES * shape.parameters / ranks / (device.bandwidth_gb_s * 1e9 * DECODING_SHARE)
             total += self._exchange_s(shape, training, ranks, updates, micro)
+            total += self._heads_s(shape, training, tokens * passes / ranks, micro * passes)
         return total
+
+    def _heads_s(self, shape: ModelShape, training: TrainWorkload, tokens: float, times: float) -> float:
+        """Return the seconds in which the ranks of a sequence group exchange tokens for heads (Ulysses): two all-to-alls
+        per layer. `tokens`: those that a rank computes in all passes; `times`: number of micro-batches in all passes."""
+        together = training.together
+        if together == 1:
+            return 0.0
+        kv_heads = math.lcm(shape.kv_heads, together)  # they are repeated where the group does not divide them
+        numbers = 2 * (shape.heads + kv_heads) * shape.head_dim * (together - 1) / together
+        sent = tokens * numbers * (2 if training.half else 4)
+        return shape.layers * (sent / (self._between_ranks(together) * 1e9 * SENDING_SHARE) + 2 * times * SEND_S)
 
     def _exchange_s(
         self, shape: ModelShape, training: TrainWorkload, ranks: int, updates: float, micro: float

@@ -300,6 +300,8 @@ class TrainWorkload:
     """FSDP2 in place of ZeRO: every stage splits weights, gradients and optimizer state."""
     state_offloads: bool = False
     """With FSDP2 on a GPU: these are in host memory."""
+    together: int = 1
+    """Ranks that compute each micro-batch together, each a slice of it (sequence parallelism)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -450,6 +452,7 @@ def _training(spec: JobSpec, shapes: JobShapes, lengths: MeanLengths, longest: i
         lora_rank=0 if train.lora is None else train.lora.rank,
         fsdp=train.backend == "fsdp2",
         state_offloads=train.offload_state,
+        together=train.sequence_parallel,
     )
 
 
@@ -493,7 +496,9 @@ def all_layouts(cluster: ClusterSpec, workload: Workload) -> Iterator[PoolLayout
     """Enumerate all layouts on a cluster. On CPU slots sleeping saves no memory, so layouts with sleeping models are
     only tried if the spec requires them."""
     slots, judged = cluster.slots, bool(workload.judges)
-    trains = _sizes(max(1, min(slots, workload.training.samples // workload.training.mini_batches)))
+    training = workload.training
+    groups = min(slots // training.together, training.samples // training.mini_batches)
+    trains = tuple(size * training.together for size in _sizes(max(1, groups)))
     turns = workload.turns if cluster.device.is_gpu else workload.turns[:1]
     reward_sizes = _spans(cluster, [judge.shape for judge in workload.judges]) if judged else (1,)
     for rollout_size in _spans(cluster, [workload.rollout.shape]):
@@ -505,7 +510,7 @@ def all_layouts(cluster: ClusterSpec, workload: Workload) -> Iterator[PoolLayout
             if slots < max(rollout_size, reward_size):
                 continue
             rollout, reward = (slots // size * size for size in (rollout_size, reward_size))
-            for train in trains:
+            for train in trains if slots >= training.together else ():
                 split = Split("colocated", rollout, reward if judged else 0, train)
                 for asleep in turns:
                     yield PoolLayout(split, rollout_size, reward_size, asleep, starts)

@@ -5,6 +5,15 @@ from __future__ import annotations
 FSDP2 = 4
 
 
+def grouped_cases(split: int, *, few: bool) -> tuple[str, ...]:
+    """The cases that four ranks run in sequence groups of two: a KL to another model, a ratio of whole sequences, mini-batches of
+    unequal work, parts of a step. `few`: one for each library.
+    """
+    if few:
+        return {3: ("gspo",), FSDP2: ("engine",)}.get(split, ())
+    return ("engine", "gspo", "again", "updates", "streamed-engine")
+
+
 def named(size: int, split: int) -> str:
     """How tests call a world of `size` ranks."""
     return f"{size} x {'FSDP2' if split == FSDP2 else f'ZeRO {split}'}"

@@ -325,7 +325,18 @@ def check_spans(spec: JobSpec, nodes: Sequence[NodeRecord]) -> None:
 
 
 def check_heads(spec: JobSpec, models: ModelConfigs) -> None:
-    """Check that the engine size divides each model's number of attention heads, where that is known. Raises SpecError."""
+    """Check that the engine size, and the size of a sequence group, divide each model's number of attention heads, where
+    that is known. Raises SpecError."""
+    together = spec.train.sequence_parallel
+    for model, trained in (("model", models.policy), ("critic", models.critic or {})):
+        heads = trained.get(HEADS)
+        if isinstance(heads, int) and heads % together:
+            divisors = [str(size) for size in range(2, heads + 1) if heads % size == 0]
+            raise SpecError(
+                f"a sequence group of {together} ranks cannot share the {heads} attention heads of the {model} equally",
+                where="train.sequence_parallel",
+                fix=f"Use {' or '.join(divisors)}, or leave it out" if divisors else "Leave it out",
+            )
     for judge, where, size in _wide(spec):
         config = models.judges.get(judge, {}) if judge else models.policy
         heads = config.get(HEADS)

@@ -53,8 +53,8 @@ class PlanReport:
         if not way.starts or way.split.mode == "coexisting" or not self.spec.placement.is_live:
             return way.starts
         training = self.workload.training
-        largest = max(min(self.cluster.slots, training.samples // training.mini_batches), 1)
-        return way.ranks == (self.spec.train.ranks or largest)
+        groups = min(self.cluster.slots // training.together, training.samples // training.mini_batches)
+        return way.ranks == (self.spec.train.ranks or max(groups, 1) * training.together)
 
     @property
     def first(self) -> FittingLayout | None:
@@ -89,7 +89,9 @@ class PlanReport:
         if said.train is not None:
             reward = split.reward if said.reward is None else said.reward
             return (split.mode, split.train, split.reward) == ("coexisting", said.train, reward)
-        ranks = self.cluster.node_count if self.one_rank_a_node else self.spec.train.ranks
+        together = self.workload.training.together
+        by_node = max(self.cluster.node_count // together, 1) * together
+        ranks = by_node if self.one_rank_a_node else self.spec.train.ranks
         asleep = self.cluster.device.is_gpu if said.memory is None else said.memory == "in_turns"
         return (split.mode, way.ranks, way.asleep) == ("colocated", ranks, asleep)
 
@@ -222,7 +224,8 @@ def _begins(planned: PlanReport, first: FittingLayout) -> str:
     stands, how = planned.stands, "-o yaml prints the section for the spec"
     alone = ""
     if planned.one_rank_a_node:
-        alone = " (one train rank per node, because train.ranks is not set)"
+        whole = ", in whole sequence groups" if planned.workload.training.together > 1 else ""
+        alone = f" (one train rank per node{whole}, because train.ranks is not set)"
     if stands == first:
         return f"With the current spec, the job starts with {first.way}{alone}; {how}."
     if stands is None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from rank_splits import named
-from rank_worlds import RUNS, STAGES, WORLDS, run_worlds
+from rank_worlds import RUNS, STAGES, WHOLE, WORLDS, run_worlds
 from safetensors.numpy import load_file
 
 from gcore.models.export import copy_model
@@ -46,6 +46,11 @@ def runs_of(cases: Sequence[str]) -> list[Any]:
         for size, stage in WORLDS
         for case in cases
         if case not in ONCE or size == 1 or stage == 3
+    ] + [
+        # Four ranks in sequence groups of two: the critic is a copy of the policy, whose heads two ranks can share.
+        pytest.param(4, 3, case, id=f"{named(4, 3)}, {case}")
+        for case in cases
+        if WHOLE and case == "fresh"
     ]
 
 

@@ -13,7 +13,9 @@ PROGRAM = Path(__file__).with_name("train_worlds_program.py")
 STEPS = 6
 SIZES = {"zero1": (2, 1, 3), "half": (2, 2, 2), "critic": (2, 1, 3), "fsdp2": (2, 1, 3), "changed": (2, 1, 3)}
 SIZES["adapters"] = (2, 1, 3)
-"""Of the worlds, by case: of ZeRO stage 1, 2 and 3, of FSDP2, and of ZeRO, FSDP2 and ZeRO again, whole and with adapters."""
+SIZES |= {"groups": (4, 2, 4), "adapters in groups": (4, 2, 4)}
+"""Of the worlds, by case: of ZeRO stage 1, 2 and 3, of FSDP2, and of ZeRO, FSDP2 and ZeRO again, whole and with adapters, and in
+sequence groups of two. Beside them runs a world of two ranks: of one group."""
 NUMBERS = ("loss", "grad_norm", "kl_mean", "value_loss", "critic_grad_norm", "learning_rate")
 
 pytestmark = [
@@ -49,7 +51,7 @@ def test_worlds_of_other_sizes_go_on_from_copies_with_the_losses_of_an_uninterru
             if number in expected:
                 wanted = expected[number] if exact else pytest.approx(expected[number], rel=1e-4, abs=1e-5)
                 assert found[number] == wanted, f"{number} of step {step}"
-    if case in ("critic", "fsdp2"):
+    if case in ("critic", "fsdp2", "groups"):
         assert "value_loss" in whole[0]
     assert not list((folder / f"{case}-parts").glob("checkpoints/*")), "nothing came from a checkpoint"
 

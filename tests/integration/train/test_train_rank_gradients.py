@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from _pytest.mark import ParameterSet
-from rank_splits import named
+from rank_splits import grouped_cases, named
 from rank_worlds import RUNS, STAGES, WHOLE, WORLDS, run_worlds
 from safetensors.numpy import load_file
 
@@ -56,13 +56,12 @@ def runs_of(cases: Sequence[str], prefix: str = "") -> list[ParameterSet]:
     ]
 
 
-GROUPED = ("engine", "gspo", "updates")
-"""Cases that four ranks run in sequence groups of two: a KL to another model, a ratio of whole sequences, mini-batches of unequal work."""
-
-
-def grouped(cases: Sequence[str]) -> list[ParameterSet]:
-    """Number of ranks, ZeRO stage and case."""
-    return [pytest.param(4, stage, case, id=f"{named(4, stage)}-{case}") for stage in STAGES for case in cases]
+GROUPED = [
+    pytest.param(4, stage, case, id=f"{named(4, stage)}-{case}")
+    for stage in STAGES
+    for case in grouped_cases(stage, few=not WHOLE)
+]
+"""What four ranks run in sequence groups of two: number of ranks, ZeRO stage and case."""
 
 
 pytestmark = pytest.mark.timeout(1200)  # everything is run once, for the first test
@@ -131,23 +130,17 @@ def check_gradient(folder: Path, case: str, stage: int, size: int, prefix: str =
         np.testing.assert_allclose(found[name] / (1 - BETA1), gradient, rtol=0, atol=close * scale, err_msg=name)
 
 
-@pytest.mark.parametrize(("size", "stage", "case"), grouped(("engine", "gspo")))
+@pytest.mark.parametrize(("size", "stage", "case"), GROUPED)
 def test_sequence_groups_have_the_gradient_of_a_plain_loop(folder: Path, case: str, stage: int, size: int) -> None:
     # The model has one KV head, fewer than a group has ranks.
-    check_gradient(folder, case, stage, size)
+    if case == "updates":
+        check_updates(folder, case, stage, size)
+    else:
+        prefix = "streamed-" if case.startswith("streamed-") else ""
+        check_gradient(folder, case.removeprefix(prefix), stage, size, prefix)
 
 
-@pytest.mark.parametrize(("size", "stage", "case"), grouped(("engine",)))
-def test_sequence_groups_train_a_step_in_parts(folder: Path, case: str, stage: int, size: int) -> None:
-    check_gradient(folder, case, stage, size, prefix="streamed-")
-
-
-@pytest.mark.parametrize(("size", "stage", "case"), grouped(("updates",)))
-def test_sequence_groups_lead_to_the_weights_of_a_plain_loop(folder: Path, case: str, stage: int, size: int) -> None:
-    check_updates(folder, case, stage, size)
-
-
-@pytest.mark.parametrize(("size", "stage", "case"), grouped(GROUPED))
+@pytest.mark.parametrize(("size", "stage", "case"), GROUPED)
 def test_sequence_groups_report_what_one_rank_reports(folder: Path, case: str, stage: int, size: int) -> None:
     run = folder / f"{case}-{stage}-{size}"
     reports = [json.loads((run / f"metrics-{rank}.json").read_text()) for rank in range(size)]
@@ -159,7 +152,7 @@ def test_sequence_groups_report_what_one_rank_reports(folder: Path, case: str, s
     }
 
 
-@pytest.mark.parametrize(("size", "stage", "case"), grouped(("engine",)))
+@pytest.mark.parametrize(("size", "stage", "case"), GROUPED)
 def test_the_receipts_of_sequence_groups_list_each_sample_once(folder: Path, case: str, stage: int, size: int) -> None:
     receipts = (folder / f"{case}-{stage}-{size}" / "receipts").glob("*.jsonl")
     groups = {path.stem: json.loads(path.read_text())["groups"] for path in receipts}

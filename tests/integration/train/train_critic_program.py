@@ -254,6 +254,7 @@ class Rank:
     def __init__(self, folder: Path, rank: int, size: int) -> None:
         self.folder, self.rank, self.size = folder, rank, size
         self.world = join(folder, rank, size)
+        self.group = self.world.form_sequence_groups(2 if size == 4 else 1)
         self.seal, self.held = make_step()
         self.writers: list[Any] = []
 
@@ -275,7 +276,7 @@ class Rank:
 
         launch = rank_launch(tree, run, rank=self.rank, world_size=self.size, start=start)
         manifest = _manifest(launch)
-        models = load_models(launch, self.world.device, self.world.max, lambda: None)
+        models = load_models(launch, self.world.device, self.world.max, lambda: None, group=self.group)
         progress = UpdateCounts(0, 0)
         if manifest is not None and launch.checkpoint_path is not None:
             restore_optimizer(models.policy, launch.checkpoint_path, manifest)
@@ -295,11 +296,14 @@ class Rank:
         masked = MASKED.get(case, NOBODY)
         groups = tuple(g.model_copy(update={"masked": m}) for g, m in zip(self.seal.groups, masked, strict=True))
         more = {"world_size": self.size, "mini_batches": mini_batches, "groups": groups, "step": step}
-        seal = self.seal.model_copy(update=more)
+        seal = self.seal.model_copy(update=more | {"sequence_parallel": self.group.size})
         return StepInput(seal, balance_samples(seal), self.rank, self.held)
 
     def cases(self, stage: int) -> None:
         for case, options in CASES.items():
+            if self.size == 4 and case != "fresh":
+                continue
+            options = options | {"sequence_parallel": self.group.size}
             if case in ONCE and self.size > 1 and stage < 3:
                 continue
             run = self.folder / f"{case}-{stage}-{self.size}"
@@ -358,6 +362,8 @@ def rank_process(folder: Path, rank: int, size: int) -> None:
     one = Rank(folder, rank, size)
     for stage in STAGES if size > 1 else (2,):
         one.cases(stage)
+        if size == 4:  # in sequence groups of two
+            continue
         one.resumes(stage)
         one.warms_up(stage)
         if size > 1:
@@ -369,4 +375,4 @@ def rank_process(folder: Path, rank: int, size: int) -> None:
 
 
 if __name__ == "__main__":
-    run(Path(sys.argv[1]), plain, rank_process)
+    run(Path(sys.argv[1]), plain, rank_process, (1, 2, 4) if "GCORE_ALL_STAGES" in os.environ else (1, 2))

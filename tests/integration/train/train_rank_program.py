@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from rank_splits import FSDP2, split_of
+from rank_splits import FSDP2, grouped_cases, split_of
 from safetensors.torch import save_file
 from torch.nn import functional
 
@@ -126,9 +126,6 @@ STREAMED = {
     "padded": ((2, 1, 0), 2),
 }
 """The same cases once more, in parts: how many groups are in each, and how many parts come before the whole."""
-GROUPED = ("engine", "gspo", "updates")
-STREAMED_GROUPED = ("engine",)
-"""Cases that four ranks run in sequence groups of two, as a whole and in parts."""
 BASELINES = (0.5, 1.0, -0.25)
 BUDGETS = {1: 30, 2: 18, 3: 1000, FSDP2: 18}
 """Tokens of a micro-batch, by stage: many pieces, single samples, one piece; the gradient is the same."""
@@ -445,9 +442,10 @@ def plain_token_loss(
     return loss[inside] if correction == "mis" else loss
 
 
-def run(folder: Path, plain: Callable[[Path], None], rank: Callable[[Path, int, int], None]) -> None:
-    """Run the plain loop and worlds of one, two and four ranks, which may use the output of those before, each in a process forked after
-    all imports. Four ranks form two sequence groups.
+def run(
+    folder: Path, plain: Callable[[Path], None], rank: Callable[[Path, int, int], None], sizes: Sequence[int] = (1, 2)
+) -> None:
+    """Run the plain loop and worlds of these sizes, which may use the output of those before, each in a process forked after all imports.
 
     Imports are most of the cost of such a process. There are no threads before the fork. Like every rank, they start without
     torch's compiler.
@@ -465,7 +463,7 @@ def run(folder: Path, plain: Callable[[Path], None], rank: Callable[[Path, int, 
     torch.set_num_threads(1)
     for together in (
         [partial(plain, folder)],
-        *([partial(rank, folder, n, size) for n in range(size)] for size in (1, 2, 4)),
+        *([partial(rank, folder, n, size) for n in range(size)] for size in sizes),
     ):
         processes = [multiprocessing.get_context("fork").Process(target=one, daemon=True) for one in together]
         for process in processes:
@@ -563,10 +561,11 @@ def rank_process(folder: Path, rank: int, size: int) -> None:
     writers: list[BackgroundWriter] = []
     made_policies: dict[str, TrainBackend] = {}
     for stage in STAGES if size == 4 else ():
-        for case in GROUPED:
-            whole_step(case, stage)
-        for case in STREAMED_GROUPED:
-            streamed(case, stage)
+        for case in grouped_cases(stage, few=bool(CROSSING)):
+            if case.startswith("streamed-"):
+                streamed(case.removeprefix("streamed-"), stage)
+            else:
+                whole_step(case, stage)
     for stage in (1, 2, 3, FSDP2) if size < 4 else ():
         whole = stage in STAGES if size > 1 else stage == 2
         if stage == FSDP2 and not whole:
@@ -632,4 +631,4 @@ if __name__ == "__main__":
     if sys.argv[1] == "model":  # the model alone, for tests of whole ranks
         make_model(Path(sys.argv[2]))
     else:
-        run(Path(sys.argv[1]), plain, rank_process)
+        run(Path(sys.argv[1]), plain, rank_process, (1, 2, 4))

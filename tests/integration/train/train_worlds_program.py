@@ -83,7 +83,7 @@ def load(run: Path, launch: RankLaunch) -> RankTrainer:
 def train_step(loaded: RankTrainer, launch: RankLaunch, step: int) -> dict[str, float]:
     seal, held = make_step()
     more = {"world_size": launch.world_size, "mini_batches": GROUPS, "step": step, "lineage": launch.lineage}
-    cut = seal.model_copy(update=more)
+    cut = seal.model_copy(update=more | {"sequence_parallel": launch.spec.train.sequence_parallel})
     return dict(loaded.run(StepInput(cut, balance_samples(cut), launch.rank, held), lambda phase: None).metrics)
 
 
@@ -124,6 +124,8 @@ CASES: dict[str, dict[str, Any]] = {
     "fsdp2": PLAIN | GAE | split_of(FSDP2),
     "changed": PLAIN | {"zero_stage": 1},
     "adapters": PLAIN | {"zero_stage": 3, "lora": {"rank": 4}},
+    "groups": PLAIN | GAE | {"zero_stage": 3, "sequence_parallel": 2},
+    "adapters in groups": PLAIN | {"zero_stage": 2, "lora": {"rank": 4}, "sequence_parallel": 2, "packing": "packed"},
 }
 
 
@@ -141,7 +143,14 @@ class Part:
 WORLDS = (Part(("a", "b"), 2, lost=("b",)), Part(("a",), 4), Part(("a", "b", "c"), STEPS))
 SAME = (Part(("a", "b"), 2, lost=("a",)), Part(("a", "b"), 4, lost=("b",)), Part(("a", "b"), STEPS))
 CHANGED = (WORLDS[0], replace(WORLDS[1], split=FSDP2), WORLDS[2])
+GROUPS_CHANGED = (
+    Part(("a", "b", "c", "d"), 2, lost=("b", "d")),
+    Part(("a", "c"), 4, split=FSDP2),
+    Part(("a", "b", "c", "d"), STEPS),
+)
+"""Two sequence groups, one, and two again."""
 WORLDS_OF = dict.fromkeys(CASES, WORLDS) | {"half": SAME, "changed": CHANGED, "adapters": CHANGED}
+WORLDS_OF |= {"groups": GROUPS_CHANGED, "adapters in groups": GROUPS_CHANGED}
 """In half precision other sums are other numbers, so that one case has worlds of the same size, and exactly the same losses."""
 
 

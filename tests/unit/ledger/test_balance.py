@@ -44,6 +44,20 @@ def test_every_sample_is_taken_exactly_once(seal: Seal) -> None:
     assert sorted(taken) == sample_slots(seal)
 
 
+@given(seals, st.integers(2, 4))
+def test_samples_are_spread_over_sequence_groups_as_over_so_many_ranks(seal: Seal, size: int) -> None:
+    groups = seal.model_copy(update={"world_size": size * seal.world_size, "sequence_parallel": size})
+    layout, alone = balance_samples(groups), balance_samples(seal)
+    assert layout.shares == alone.shares
+    assert [layout.of_rank(rank) for rank in range(groups.world_size)] == [
+        alone.of_rank(rank // size) for rank in range(groups.world_size)
+    ]
+    listed = [slot for rank in range(groups.world_size) for slot in layout.receipt_of(rank)]
+    assert sorted(listed) == sample_slots(seal), "each sample is in one receipt"
+    with pytest.raises(ValueError, match="not a multiple of sequence_parallel"):
+        balance_samples(groups.model_copy(update={"world_size": groups.world_size + 1}))
+
+
 def pairs(slots: Iterable[SampleSlot]) -> list[Unit]:
     """Two neighbours of a group each; the last of an odd group alone."""
     every = itertools.groupby(slots, key=lambda slot: (slot.group, slot.sample // 2))

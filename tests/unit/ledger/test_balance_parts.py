@@ -263,7 +263,8 @@ def test_changes_of_a_step_in_progress_do_not_change_its_parts() -> None:
     slot = parted().slot
     assert slot is not None
     begun_with = seal_up_to(slot, 1).encode()
-    of_a_part = {"lineage", "step", "world", "world_size", "mini_batches", "attention_equals_at", "groups", "parts"}
+    of_a_part = {"lineage", "step", "world", "world_size", "sequence_parallel", "mini_batches", "attention_equals_at"}
+    of_a_part |= {"groups", "parts"}
     later: dict[str, Any] = {
         "attempt": 7,
         "state": SealState.SEALED,

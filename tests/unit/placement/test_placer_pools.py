@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,9 +12,10 @@ from hypothesis import strategies as st
 from gcore.config import JobSpec, parse_spec
 from gcore.errors import SpecError
 from gcore.ledger.records.job import Plan
-from placement.placer import fill_plan, first_plan, move_judges
+from placement.assign import assign_split
+from placement.placer import fill_plan, first_plan, move_judges, slot_bounds
 from placement.request import PlacementRequest, count_lacking_slots
-from placement.slots import NodeSlots, Snapshot
+from placement.slots import NodeSlots, ReplicaSizes, Snapshot, Split
 
 TREE: dict[str, Any] = {
     "name": "j",
@@ -87,6 +89,17 @@ def test_with_static_each_pool_has_slots_of_its_own() -> None:
             "gives judges no slots",
         ),
         (
+            {"placement": {"policy": "static", "train": 3}, "train": {"sequence_parallel": 2}},
+            r"placement\.train \(3\) must be a multiple .* set it to 2 or 4",
+        ),
+        ({"train": {"sequence_parallel": 2, "ranks": 3}}, r"ranks \(3\) must be a multiple .* set ranks: 2 or 4"),
+        ({"train": {"sequence_parallel": 2, "ranks": 1}}, r"set ranks: 2\. "),
+        (
+            {"train": {"sequence_parallel": 3, "micro_batch_tokens": 100}},
+            r"micro_batch_tokens \(100\) must be a multiple .* set micro_batch_tokens: 99 or 102",
+        ),
+        ({"train": {"sequence_parallel": 2, "packing": "bucketed"}}, "packing: bucketed makes none"),
+        (
             {
                 "placement": {"policy": "static", "train": 1, "reward": 1},
                 "judges": [judge("a", 2)],
@@ -95,11 +108,73 @@ def test_with_static_each_pool_has_slots_of_its_own() -> None:
             "needs 2 engines",
         ),
     ],
-    ids=["no-train", "train-of-colocated", "ranks-differ", "slots-for-nobody", "no-slots", "too-many-engines"],
+    ids=[
+        "no-train",
+        "train-of-colocated",
+        "ranks-differ",
+        "slots-for-nobody",
+        "no-slots",
+        "half-a-group",
+        "half-a-group-of-ranks",
+        "less-than-a-group",
+        "uneven-rows",
+        "no-rows",
+        "too-many-engines",
+    ],
 )
 def test_pools_that_do_not_fit_are_refused(more: dict[str, Any], why: str) -> None:
     with pytest.raises(SpecError, match=why):
         spec(**more)
+
+
+GROUPS = PlacementRequest(sizes=ReplicaSizes(train=2))
+
+
+def ranks_of(plan: Plan) -> list[str]:
+    return [f"{rank.node}/{rank.slot}" for rank in plan.ranks]
+
+
+@pytest.mark.parametrize(
+    ("slots", "ranks", "expected"),
+    [
+        pytest.param((4, 4), None, ["n0/cpu:0", "n0/cpu:1"], id="one rank a node, in whole groups"),
+        pytest.param((4,), None, ["n0/cpu:0", "n0/cpu:1"], id="at least one group"),
+        pytest.param((2, 2), 4, ["n0/cpu:0", "n0/cpu:1", "n1/cpu:0", "n1/cpu:1"], id="a group is on one node"),
+        pytest.param((1, 3), 4, ["n1/cpu:0", "n1/cpu:1", "n0/cpu:0", "n1/cpu:2"], id="only the last group is not"),
+        pytest.param((1, 1, 1), None, ["n0/cpu:0", "n1/cpu:0"], id="on nodes of one slot each"),
+    ],
+)
+def test_sequence_groups_are_whole_and_on_one_node_if_any_has_room(
+    slots: tuple[int, ...], ranks: int | None, expected: list[str]
+) -> None:
+    wanted = replace(GROUPS, ranks=ranks)
+    assert ranks_of(first_plan(there(*slots), wanted, world="w", generation=1)) == expected
+
+
+@pytest.mark.parametrize("mode", ["colocated", "coexisting"])
+def test_worlds_grow_and_shrink_by_whole_sequence_groups(mode: str) -> None:
+    wanted = replace(GROUPS, moves=True, most_ranks=8)
+    assert slot_bounds(there(5), wanted).train_sizes == (2, 4)
+    plan, nodes = None, there(4, 4)
+    for number, train in enumerate((4, 2, 4, 6)):
+        split = Split("colocated", 8, 0, train) if mode == "colocated" else Split("coexisting", 8 - train, 0, train)
+        before, plan = plan, assign_split(split, plan, nodes, (), world=f"w{number}", generation=1, sizes=GROUPS.sizes)
+        assert plan is not None
+        slots = ranks_of(plan)
+        groups = {frozenset(slots[first : first + 2]) for first in range(0, train, 2)}
+        assert all(len({slot.partition("/")[0] for slot in group}) == 1 for group in groups)
+        if before is not None:
+            kept = ranks_of(before)
+            old = {frozenset(kept[first : first + 2]) for first in range(0, len(kept), 2)}
+            assert groups <= old or old <= groups, "groups stay whole"
+
+
+def test_a_group_that_no_node_has_room_for_is_placed_over_several() -> None:
+    plan = assign_split(
+        Split("coexisting", 1, 0, 2), None, there(1, 1, 1), (), world="w", generation=1, sizes=GROUPS.sizes
+    )
+    assert plan is not None
+    assert len(ranks_of(plan)) == 2
 
 
 SLOTS = st.lists(st.integers(1, 3), min_size=1, max_size=5)

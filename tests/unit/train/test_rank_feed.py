@@ -187,6 +187,7 @@ WRONG = {
     "not READY": SEAL.model_copy(update={"state": SealState.SEALED}),
     "of another attempt": SEAL.model_copy(update={"attempt": 2}),
     "of another world": SEAL.model_copy(update={"world": "old"}),
+    "for larger sequence groups": SEAL.model_copy(update={"sequence_parallel": 2}),
     "for more ranks": SEAL.model_copy(update={"world_size": 3}),
     "with another digest": SEAL.model_copy(
         update={"groups": tuple(g.model_copy(update={"digest": digest(7)}) for g in SEAL.groups)}

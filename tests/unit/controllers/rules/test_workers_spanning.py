@@ -134,6 +134,16 @@ def test_heads_that_cannot_be_divided_are_refused_as_far_as_they_are_known() -> 
         check_heads(job, ModelConfigs(policy={"num_attention_heads": 5}))
 
 
+def test_heads_that_a_sequence_group_cannot_share_are_refused_as_far_as_they_are_known() -> None:
+    job = spec()
+    job = job.model_copy(update={"train": job.train.model_copy(update={"sequence_parallel": 4})})
+    check_heads(job, ModelConfigs(policy={"num_attention_heads": 8}, critic={}))
+    with pytest.raises(SpecError, match=r"train\.sequence_parallel: .* 4 ranks cannot share the 6 .* Use 2 or 3 or 6"):
+        check_heads(job, ModelConfigs(policy={"num_attention_heads": 6}))
+    with pytest.raises(SpecError, match=r"train\.sequence_parallel: .* of the critic equally\. Leave it out"):
+        check_heads(job, ModelConfigs(policy={}, critic={"num_attention_heads": 1}))
+
+
 def test_emulated_slots_have_every_engine() -> None:
     check_engine(spec(WIDE), [node("e", "emulated:0", "emulated:1")])
     with pytest.raises(SpecError, match="SGLang is missing on g"):
