@@ -326,8 +326,8 @@ def _inputs(
     if feeding.packing == "packed":
         own = feeding.group.slice_of(len(tokens))
         positions = np.concatenate([np.tile(np.arange(one.length), one.rows) for one in rectangles])
-        row, places = (torch.from_numpy(one[own]).to(device).unsqueeze(0) for one in (tokens, positions))
-        return ModelInputs(row, places, rectangles, torch.from_numpy(scored - own.start).to(device), None)
+        cut = [torch.from_numpy(one[own]).to(device).unsqueeze(0) for one in (tokens, positions)]
+        return ModelInputs(cut[0], cut[1], rectangles, torch.from_numpy(scored - own.start).to(device), None)
     flat = torch.from_numpy(tokens).to(device)
     (one,) = rectangles
     row, column = np.divmod(scored, one.length)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ready_seals import ready_seal
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
 
 from gcore.config.train import TrainSpec
 from gcore.errors import DataError
@@ -24,7 +25,7 @@ from gcore.ledger.records.chain import SealedGroup
 from gcore.testing.models import rank_launch
 from gcore.train.backends.packed_attention import PackedAttention
 from gcore.train.backends.sequence_parallel import ALONE, SequenceGroup
-from gcore.train.batching import Feeding, MicroBatch, make_batch, make_dummy, score_batch
+from gcore.train.batching import Feeding, MicroBatch, ModelInputs, make_batch, make_dummy, score_batch
 from gcore.train.models import choose_feeding
 from gcore.train.packing import CutSettings, MicroPlan, Rectangle, plan_step
 from gcore.train.rank.feed import StepInput, TrainGroup, TrainSample
@@ -182,6 +183,52 @@ def test_scores_are_gathered_and_each_rank_gets_the_gradient_of_its_own(monkeypa
     torch.testing.assert_close(sum(one[2] for one in found), gradient, rtol=0, atol=1e-12)
 
 
+def model_of(heads: int, width: int = 24, **more: int) -> nn.Module:
+    sizes = {"hidden_size": width, "intermediate_size": 2 * width, "num_hidden_layers": 2, "num_attention_heads": heads}
+    return LlamaForCausalLM(LlamaConfig(**{"vocab_size": VOCABULARY} | sizes | more)).eval()
+
+
+def kept_bytes(model: Any, work: StepInput, micro: MicroPlan, group: SequenceGroup) -> tuple[int, Tensor]:
+    """Bytes that a rank keeps for its backward pass, without the model's parameters; and its log-probabilities [b, w]."""
+    model = copy.deepcopy(model)
+    attention, name = PackedAttention(), f"packed {group.index} of {group.size}"
+    attention.group = group
+    AttentionInterface.register(name, attention)
+    model.set_attn_implementation(name)
+    batch = make_batch(work, micro, Feeding("packed", VOCABULARY, torch.device("cpu"), group))
+    attention.lay(batch.inputs.rectangles, torch.device("cpu"))
+
+    def logits_of(inputs: ModelInputs) -> Tensor:
+        more = {"position_ids": inputs.positions, "logits_to_keep": inputs.columns, "use_cache": False}
+        return model(input_ids=inputs.tokens, **more).logits[0]
+
+    parameters = {one.untyped_storage().data_ptr() for one in model.parameters()}
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            kept[storage.data_ptr()] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        scores = score_batch(logits_of, batch)
+    return sum(one.nbytes() for one in kept.values()), scores.logp.detach()
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_rank_keeps_its_share_of_the_activations(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    work = work_of([(1, 127), (1, 127)])
+    (plan,) = plan_step(work.seal, work.layout, 0, CutSettings(100_000, "packed"))
+    (micro,) = plan.micro_batches
+    model = model_of(4, width=64, vocab_size=1024, num_key_value_heads=2, max_position_embeddings=256)
+    alone, logp = kept_bytes(model, work, micro, ALONE)
+    found = Threads(size, monkeypatch).run(lambda group: kept_bytes(model, work, micro, group))
+    for kept, own in found:
+        assert kept < 1.1 * alone / size
+        torch.testing.assert_close(own, logp, rtol=0, atol=1e-5)
+
+
 def test_a_dummy_reaches_the_ranks_without_a_scored_token_too(monkeypatch: pytest.MonkeyPatch) -> None:
     def gradient(group: SequenceGroup) -> Tensor:
         batch = make_dummy(Feeding("packed", VOCABULARY, torch.device("cpu"), group))
@@ -190,11 +237,6 @@ def test_a_dummy_reaches_the_ranks_without_a_scored_token_too(monkeypatch: pytes
         return torch.autograd.grad(scores.logp.sum() * 0.0, [own])[0]
 
     assert all(not bool(one.any()) for one in Threads(4, monkeypatch).run(gradient))
-
-
-def model_of(heads: int) -> nn.Module:
-    sizes = {"hidden_size": 8 * heads, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": heads}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, max_position_embeddings=64, **sizes)).eval()
 
 
 def test_a_model_whose_heads_or_rows_cannot_be_divided_is_refused_by_name() -> None:
