@@ -555,6 +555,12 @@ def _mutations() -> list[Mutation]:
             caught_by=PARTS,
         ),
         Mutation(
+            "receipts: every rank of a sequence group lists the share",
+            "receipts",
+            (("gcore.ledger.balance:StepLayout.receipt_of", lambda _: lambda layout, rank: layout.of_rank(rank)),),
+            caught_by="tests/unit/ledger/test_balance.py",
+        ),
+        Mutation(
             "3 the attempt begins anew", "3", (("gcore.ledger.chain:seal_slot", _first_attempt),), caught_by=RULES
         ),
         Mutation(

@@ -153,6 +153,13 @@ def check_ranks(spec: JobSpec, most: int | None) -> None:
             where="train.ranks",
             fix="Lower train.ranks, or restart the cluster with more --slots",
         )
+    together = spec.train.sequence_parallel
+    if most is not None and ranks is None and together > most:
+        raise SpecError(
+            f"a sequence group of {together} ranks does not fit on {count_noun(most, 'slot')}",
+            where="train.sequence_parallel",
+            fix="Lower it, or restart the cluster with more --slots",
+        )
     least = spec.scheduling.slots_min
     if most is not None and least > most:
         raise SpecError(

@@ -71,16 +71,16 @@ def test_a_node_that_is_lost_with_its_memory_costs_no_committed_step(spec: Path,
     check_no_step_was_lost(home, outcome, steps=8)
 
 
-def join(run: ClusterRun) -> None:
-    """Start a daemon of a new node in a running cluster of one."""
+def join(run: ClusterRun, node: str = "node-1") -> None:
+    """Start a daemon of a new node in a running cluster."""
     cluster = LocalClusterState.load(run.home)
     assert cluster is not None
     first = NodeConfig.load(Path(cluster.controllers[0].config_file))
-    config = first.model_copy(update={"node": "node-1", "listen_port": 0, "metrics_port": 0, "slots": ("cpu:1",)})
-    file = run.home / "controllers" / "node-1.json"
+    config = first.model_copy(update={"node": node, "listen_port": 0, "metrics_port": 0, "slots": ("cpu:1",)})
+    file = run.home / "controllers" / f"{node}.json"
     file.write_text(config.model_dump_json())
     command = [sys.executable, "-m", "controllers.daemon", "--home", str(run.home), "--config", str(file)]
-    spawn_detached(command, log_file=run.home / "logs" / "node-1.log")
+    spawn_detached(command, log_file=run.home / "logs" / f"{node}.log")
 
 
 def serving(run: ClusterRun, node: str) -> set[str]:
@@ -112,6 +112,37 @@ def test_the_world_grows_by_a_node_that_joins_and_no_step_is_lost(spec: Path, ho
         (grown,) = events_of(home, "rollback")
         assert grown["data"]["from_step"] == grown["data"]["to_step"]
         assert "2 ranks instead of 1" in grown["data"]["reason"]
+        run.until_step(grown["data"]["to_step"] + 2)
+    finally:
+        run.close()
+    trained = [event["data"]["step"] for event in events_of(home, "step")]
+    assert trained == list(range(1, len(trained) + 1))
+
+
+def lose(run: ClusterRun, node: str) -> None:
+    """End a node's controller and its workers at once."""
+    workers = run.ask(lambda client: client.list_nodes()).workers
+    run.kill_controller(node)
+    for worker in workers:
+        if worker.node == node:
+            os.kill(worker.pid, signal.SIGKILL)
+
+
+def test_a_world_of_sequence_groups_shrinks_by_a_group_and_grows_again(spec: Path, home: Path) -> None:
+    """Of four nodes with one rank each one is lost: three nodes train with one group of two ranks, until a fourth comes."""
+    grouped = ("--set", "flow.steps=5000", "--set", "train.sequence_parallel=2", *NO_CHECKPOINT)
+    run = ClusterRun(spec, home, *grouped, controllers=4, slots=1)
+    try:
+        run.until_step(2)
+        lose(run, "node-3")
+        (shrunk,) = run.until("a smaller world", lambda: events_of(home, "rollback"))
+        assert shrunk["data"]["from_step"] == shrunk["data"]["to_step"]
+        run.until_step(shrunk["data"]["to_step"] + 2)
+        join(run, "node-4")
+        _, grown = run.until(
+            "a larger world", lambda: found if len(found := events_of(home, "rollback")) == 2 else None
+        )
+        assert "4 ranks instead of 2" in grown["data"]["reason"]
         run.until_step(grown["data"]["to_step"] + 2)
     finally:
         run.close()
