@@ -71,8 +71,8 @@ def test_a_node_that_is_lost_with_its_memory_costs_no_committed_step(spec: Path,
     check_no_step_was_lost(home, outcome, steps=8)
 
 
-def join(run: ClusterRun, node: str = "node-1") -> None:
-    """Start a daemon of a new node in a running cluster."""
+def join(run: ClusterRun, node: str = "node-1") -> int:
+    """Start a daemon of a new node in a running cluster. Returns its process ID."""
     cluster = LocalClusterState.load(run.home)
     assert cluster is not None
     first = NodeConfig.load(Path(cluster.controllers[0].config_file))
@@ -80,7 +80,7 @@ def join(run: ClusterRun, node: str = "node-1") -> None:
     file = run.home / "controllers" / f"{node}.json"
     file.write_text(config.model_dump_json())
     command = [sys.executable, "-m", "controllers.daemon", "--home", str(run.home), "--config", str(file)]
-    spawn_detached(command, log_file=run.home / "logs" / f"{node}.log")
+    return spawn_detached(command, log_file=run.home / "logs" / f"{node}.log").pid
 
 
 def serving(run: ClusterRun, node: str) -> set[str]:
@@ -119,31 +119,40 @@ def test_the_world_grows_by_a_node_that_joins_and_no_step_is_lost(spec: Path, ho
     assert trained == list(range(1, len(trained) + 1))
 
 
-def lose(run: ClusterRun, node: str) -> None:
-    """End a node's controller and its workers at once."""
+def lose(run: ClusterRun, node: str, controller: int) -> None:
+    """End a node's controller, which is this process, and its workers at once."""
     workers = run.ask(lambda client: client.list_nodes()).workers
-    run.kill_controller(node)
-    for worker in workers:
-        if worker.node == node:
-            os.kill(worker.pid, signal.SIGKILL)
+    for pid in (controller, *(worker.pid for worker in workers if worker.node == node)):
+        os.kill(pid, signal.SIGKILL)
 
 
-def test_a_world_of_sequence_groups_shrinks_by_a_group_and_grows_again(spec: Path, home: Path) -> None:
-    """Of four nodes with one rank each one is lost: three nodes train with one group of two ranks, until a fourth comes."""
+def rollbacks_of(run: ClusterRun, home: Path, count: int) -> dict[str, Any]:
+    """The newest of so many rollbacks, once they are there; it went on from the newest step."""
+    run.until(f"rollback {count}", lambda: len(events_of(home, "rollback")) >= count)
+    found = events_of(home, "rollback")[count - 1]
+    assert found["data"]["from_step"] == found["data"]["to_step"]
+    return found
+
+
+def test_a_world_of_sequence_groups_grows_and_shrinks_by_whole_groups(spec: Path, home: Path) -> None:
+    """Two nodes with one rank each are a group. A third node trains only with a fourth, and no more when that is lost."""
     grouped = ("--set", "flow.steps=5000", "--set", "train.sequence_parallel=2", *NO_CHECKPOINT)
-    run = ClusterRun(spec, home, *grouped, controllers=4, slots=1)
+    run = ClusterRun(spec, home, *grouped, controllers=2, slots=2)
     try:
         run.until_step(2)
-        lose(run, "node-3")
-        (shrunk,) = run.until("a smaller world", lambda: events_of(home, "rollback"))
-        assert shrunk["data"]["from_step"] == shrunk["data"]["to_step"]
-        run.until_step(shrunk["data"]["to_step"] + 2)
-        join(run, "node-4")
-        _, grown = run.until(
-            "a larger world", lambda: found if len(found := events_of(home, "rollback")) == 2 else None
-        )
+        join(run, "node-2")
+        run.until("an engine on the third node", lambda: serving(run, "node-2") == {"rollout"})
+        run.until_step(run.job().step + 2)
+        assert events_of(home, "rollback") == [], "three ranks form no whole groups"
+        fourth = join(run, "node-3")
+        grown = rollbacks_of(run, home, 1)
         assert "4 ranks instead of 2" in grown["data"]["reason"]
         run.until_step(grown["data"]["to_step"] + 2)
+        lose(run, "node-3", fourth)
+        shrunk = rollbacks_of(run, home, 2)
+        run.until_step(shrunk["data"]["to_step"] + 2)
+        training = [node for node in ("node-0", "node-1", "node-2") if "train" in serving(run, node)]
+        assert len(training) == 2
     finally:
         run.close()
     trained = [event["data"]["step"] for event in events_of(home, "step")]

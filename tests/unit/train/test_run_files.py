@@ -25,7 +25,7 @@ from gcore.train.checkpoint.run_files import BackgroundWriter, ReceiptWriter, Re
 from gcore.types import Version
 
 WORK: Any = SimpleNamespace(
-    layout=SimpleNamespace(of_rank=lambda rank: ()), rank=0, seal=SimpleNamespace(token="0-1-1", groups=())
+    layout=SimpleNamespace(receipt_of=lambda rank: ()), rank=0, seal=SimpleNamespace(token="0-1-1", groups=())
 )
 
 
@@ -235,7 +235,7 @@ def test_a_receipt_that_the_disk_did_not_take_leaves_nothing_and_is_written_agai
 ) -> None:
     book = ReceiptWriter(tmp_path, "w", 0)
     seal = SimpleNamespace(token="0-1-1", groups=())
-    work: Any = SimpleNamespace(layout=SimpleNamespace(of_rank=lambda rank: ()), rank=0, seal=seal)
+    work: Any = SimpleNamespace(layout=SimpleNamespace(receipt_of=lambda rank: ()), rank=0, seal=seal)
     book.write(work, 0.5)
     whole = book.file.read_bytes()
     errors = [OSError(errno.ENOSPC, "No space left on device")]
