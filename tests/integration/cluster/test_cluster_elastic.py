@@ -126,18 +126,18 @@ def lose(run: ClusterRun, node: str, controller: int) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-def rollbacks_of(run: ClusterRun, home: Path, count: int) -> dict[str, Any]:
-    """The newest of so many rollbacks, once they are there; it went on from the newest step."""
+def rollback_of(run: ClusterRun, home: Path, count: int) -> dict[str, Any]:
+    """The event of the job's `count`th rollback, once it is there."""
     run.until(f"rollback {count}", lambda: len(events_of(home, "rollback")) >= count)
-    found = events_of(home, "rollback")[count - 1]
-    assert found["data"]["from_step"] == found["data"]["to_step"]
+    found: dict[str, Any] = events_of(home, "rollback")[count - 1]["data"]
     return found
 
 
 def test_a_world_of_sequence_groups_grows_and_shrinks_by_whole_groups(spec: Path, home: Path) -> None:
     """Two nodes with one rank each are a group. A third node trains only with a fourth, and no more when that is lost."""
     grouped = ("--set", "flow.steps=5000", "--set", "train.sequence_parallel=2", *NO_CHECKPOINT)
-    run = ClusterRun(spec, home, *grouped, controllers=2, slots=2)
+    # The two nodes of the last world may lack a shard of the state of four, so it needs checkpoints.
+    run = ClusterRun(spec, home, *grouped, "--set", "checkpoint.every=1", controllers=2, slots=2)
     try:
         run.until_step(2)
         join(run, "node-2")
@@ -145,18 +145,19 @@ def test_a_world_of_sequence_groups_grows_and_shrinks_by_whole_groups(spec: Path
         run.until_step(run.job().step + 2)
         assert events_of(home, "rollback") == [], "three ranks form no whole groups"
         fourth = join(run, "node-3")
-        grown = rollbacks_of(run, home, 1)
-        assert "4 ranks instead of 2" in grown["data"]["reason"]
-        run.until_step(grown["data"]["to_step"] + 2)
+        grown = rollback_of(run, home, 1)
+        assert "4 ranks instead of 2" in grown["reason"]
+        assert grown["from_step"] == grown["to_step"]
+        run.until_step(grown["to_step"] + 2)
+        trained = [event["data"]["step"] for event in events_of(home, "step")]
+        assert trained == list(range(1, len(trained) + 1))
         lose(run, "node-3", fourth)
-        shrunk = rollbacks_of(run, home, 2)
-        run.until_step(shrunk["data"]["to_step"] + 2)
+        shrunk = rollback_of(run, home, 2)
+        run.until_step(shrunk["to_step"] + 3)
         training = [node for node in ("node-0", "node-1", "node-2") if "train" in serving(run, node)]
         assert len(training) == 2
     finally:
         run.close()
-    trained = [event["data"]["step"] for event in events_of(home, "step")]
-    assert trained == list(range(1, len(trained) + 1))
 
 
 def _with_shards_on(run: ClusterRun, node: str) -> Any:

@@ -453,6 +453,8 @@ def run(
     leave_compiler_out()
     from transformers import Qwen3ForCausalLM  # noqa: F401
 
+    import gcore.train.backends.deepspeed
+    import gcore.train.backends.fsdp2
     import gcore.train.models
     import gcore.train.rank.main
     import gcore.train.step  # noqa: F401
