@@ -187,6 +187,8 @@ class _Counting:
         self._all = sum(len(unit) for unit in cluster.units(1))
         self._room = {size: len(cluster.units(size)) for size in {1, *(claim.unit for claim in claims.values())}}
         """Number of units that are still free, by unit size."""
+        self._given: dict[int, int] = defaultdict(int)
+        """Slots that were given in units of each size."""
         self._left = self._all
         self._used: dict[str, int] = defaultdict(int)
         for uid, slots in absent.items():
@@ -277,8 +279,11 @@ class _Counting:
     def _has_room(self, unit: int, slots: int) -> bool:
         """Whether `slots` more slots in units of `unit` can be found beside all that were counted so far. Jobs with
         wide engines choose first (`_chosen`) and reduce what is left for narrow ones, so a job counted later must not
-        use slots that one counted earlier needs."""
-        return all(self._room[size] >= taken for size, taken in self._takes(unit, slots))
+        use slots that one counted earlier needs. A narrower size of which nothing is counted needs no slots."""
+        return all(
+            self._room[size] >= taken or (1 < size < unit and not self._given[size])
+            for size, taken in self._takes(unit, slots)
+        )
 
     def _takes(self, unit: int, slots: int) -> Iterator[tuple[int, int]]:
         """Yield, for each unit size up to `unit`, how many units of that size can no longer be used when `slots` slots
@@ -291,7 +296,8 @@ class _Counting:
 
     def _give(self, uid: str, slots: int) -> None:
         for size, taken in self._takes(self._claims[uid].unit, slots):
-            self._room[size] -= taken
+            self._room[size] = max(0, self._room[size] - taken)
+        self._given[self._claims[uid].unit] += slots
         self.counts[uid] += slots
         self._used[self._claims[uid].namespace] += slots
         self._left -= slots

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from gcore.ledger.records.cluster import Claim, QueuePosition, Share, Shares, group_by_node, slots_of_share
@@ -329,6 +329,14 @@ def test_no_slot_belongs_to_two_jobs(story: list[tuple[ClusterSlots, dict[str, C
         shares = settled(cluster, claims, after) if gives_back else after
 
 
+WIDE_FIRST = {
+    "a": Claim(namespace="x"),
+    "b": Claim(namespace="x", least=2, unit=2),
+    "c": Claim(namespace="x", priority=1, least=4, unit=3),
+}
+
+
+@example(ClusterSlots(nodes(n=3, m=3)), WIDE_FIRST)
 @given(CLUSTERS, CLAIMS)
 def test_it_comes_to_rest_and_then_nothing_moves(cluster: ClusterSlots, claims: dict[str, Claim]) -> None:
     rest = settled(cluster, claims)
