@@ -40,9 +40,9 @@ unexport PYTHONDONTWRITEBYTECODE
 TOOLS := $(BIN)/python tests/support/system_tools.py
 # What `make test-SUBJECT` knows: folders with tests in them.
 SUBJECTS = $(sort $(foreach file,$(wildcard $(addsuffix /test_*.py,tests/unit/* tests/unit/*/* tests/contract/*)),$(word 3,$(subst /, ,$(file)))))
-NOT_ELSEWHERE := not gpu and not sglang and not vllm and not trackers and not deploy and not notebook and not chaos and not large and not documents
+NOT_ELSEWHERE := not gpu and not sglang and not vllm and not hf and not trackers and not deploy and not notebook and not chaos and not large and not documents
 
-.PHONY: docs chaos compiled tools notebook-setup test-notebook test-docs test-deploy test-upgrade test-large help setup sglang-setup vllm-setup demo demo-kill demo-sglang demo-vllm prepare prepare-judge test test-sglang test-vllm test-trackers test-gpu gpu-wheels fuzz sim sim-long mutations lint proto clean bench-check bench-page release-check simulate-setup trl-setup
+.PHONY: docs chaos compiled tools notebook-setup test-notebook test-docs test-deploy test-upgrade test-large help setup sglang-setup vllm-setup demo demo-kill demo-sglang demo-vllm prepare prepare-judge test test-hf test-sglang test-vllm test-trackers test-gpu gpu-wheels fuzz sim sim-long mutations lint proto clean bench-check bench-page release-check simulate-setup trl-setup
 
 help: ## What there is to make
 	@grep -hE '^[a-z%-]+:.*## ' $(MAKEFILE_LIST) | awk 'BEGIN {FS = ":.*## "} {sub("test-%", "test-SUBJECT", $$1); sub("%", "NAME", $$1); printf "  make %-14s %s\n", $$1, $$2}'
@@ -132,6 +132,9 @@ test-sglang: prepare sglang-setup ## What is checked against the real SGLang, on
 
 test-vllm: prepare vllm-setup ## What is checked against vLLM, on the CPU
 	@$(VLLM_ENV) $(TEST_ENV) $(BIN)/python -m pytest -m "vllm" $(PYTEST_ARGS)
+
+test-hf: setup ## The engine contract against the Hugging Face engine: about 4 minutes of one core
+	@$(TEST_ENV) $(BIN)/python -m pytest tests/contract/engine -k hf -m "not sglang" $(PYTEST_ARGS)
 
 test-deploy: setup $(DEPLOY_STAMP) ## The files of deploy/ by Helm's, Kubernetes', Compose's, Docker's and the shell's rules (as root, apt installs shellcheck)
 	@$(TOOLS) install test-deploy

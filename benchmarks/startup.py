@@ -87,13 +87,14 @@ def engine_process_imports() -> None:
     import tempfile
     from pathlib import Path
 
-    import gcore.engines.torch.__main__ as entry
+    import gcore.engines.torch.__main__  # noqa: F401
+    from gcore.engines.launch import serve_program
 
     with tempfile.TemporaryDirectory() as folder, socket.create_server(("127.0.0.1", 0)) as taken:
         (Path(folder) / "config.json").write_text("{}")
         sys.argv[1:] = ["--model", folder, "--host", "127.0.0.1", "--port", str(taken.getsockname()[1])]
         with contextlib.redirect_stderr(io.StringIO()):
-            entry.main()
+            serve_program("gcore.engines.torch", "gcore.engines.torch.server")
     assert "gcore.engines.torch.server" in sys.modules
 
 

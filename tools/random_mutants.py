@@ -30,7 +30,7 @@ from tools.problem import ROOT
 
 FOLDERS = ("gcore", "placement", "controllers")
 NOT_HERE = (
-    "not serial and not gpu and not sglang and not vllm and not trackers and not deploy and not notebook and not chaos and not large "
+    "not serial and not gpu and not sglang and not vllm and not hf and not trackers and not deploy and not notebook and not chaos and not large "
     "and not documents"
 )
 COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {

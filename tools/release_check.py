@@ -60,7 +60,7 @@ def release_parts(root: Path, faults: Iterable[str], first_seed: int) -> list[Pa
     parts += [Part(name, ("make", name)) for name in quick]
     fuzz = {"FUZZ_FLAGS": f"-max_total_time={FUZZ_S // 2}"}
     parts += [Part("fuzz", ("make", "fuzz", *(f"{name}={value}" for name, value in fuzz.items())))]
-    parts += [Part(name, ("make", name)) for name in ("test-sglang", "test-vllm", "test-large", "mutations")]
+    parts += [Part(name, ("make", name)) for name in ("test-sglang", "test-vllm", "test-hf", "test-large", "mutations")]
     for file in chaos_files(root):
         name = f"chaos-{Path(file).stem.removeprefix('test_')}"
         parts.append(Part(name, (*python, "pytest", "-q", "-m", "chaos", file), {"OMP_NUM_THREADS": "1"}))

@@ -224,7 +224,7 @@ class JudgePool(EnginePool):
         Whether SGLang's weights survive depends on how it was started, so the weights are loaded again before the
         engine is used.
         """
-        await super().wake(instance, FIRST_WEIGHTS if self._judge.serving.engine == "torch" else version)
+        await super().wake(instance, version if self._judge.serving.engine == "sglang" else FIRST_WEIGHTS)
         await self.publish(instance, FIRST_WEIGHTS, self._folder)
 
     def look_after(self, controllers: int = 1) -> None:

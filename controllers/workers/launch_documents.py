@@ -27,6 +27,7 @@ from placement.slots import sizes_of
 ENGINE_COMMANDS: Mapping[str, tuple[str, ...]] = {
     "torch": (sys.executable, "-P", "-m", "gcore.engines.torch"),
     "sglang": (sys.executable, "-P", "-m", "gcore.engines.sglang"),
+    "hf": (sys.executable, "-P", "-m", "gcore.engines.hf"),
 }
 """Commands of the engines that start with this Python."""
 
@@ -34,7 +35,7 @@ RANK_COMMAND = (sys.executable, "-P", "-m", "gcore.train")
 # The former module name, kept for compatibility; the code is in `gcore.engines.emulated.rank`.
 EMULATED_RANK_COMMAND = (sys.executable, "-P", "-m", "gcore.emulated.rank")
 
-START_LIMITS_S: Mapping[str, float] = {"torch": 600.0, "sglang": 1800.0, "vllm": 1800.0}
+START_LIMITS_S: Mapping[str, float] = {"torch": 600.0, "hf": 600.0, "sglang": 1800.0, "vllm": 1800.0}
 """Maximum time from an engine's start to its serving. SGLang and vLLM load big models and capture CUDA graphs."""
 
 
@@ -74,9 +75,9 @@ def engine_document(spec: JobSpec, place: EnginePlace, config: NodeConfig) -> La
         "weight_version": str(FIRST_WEIGHTS),
         "task": "classify" if judge is not None and judge.kind == "classifier" else "generate",
     }
-    if serving.engine == "torch":
+    if serving.engine in ("torch", "hf"):
         document |= {"kind": "engine", "deterministic": spec.rollout.deterministic}
-        command = ENGINE_COMMANDS["torch"]
+        command = ENGINE_COMMANDS[serving.engine]
     else:
         environment = ENVIRONMENTS[serving.engine]
         python = config.sglang_python if serving.engine == "sglang" else config.vllm_python

@@ -30,7 +30,7 @@ class EngineCapabilities:
     updates: str = _row("weight updates")
     sleep: str = _row("releases its memory and restores it (sleep)")
     classifiers: bool = _row("serves classifiers as judges")
-    adapters: bool = _row("loads adapters (LoRA) beside the model")
+    adapters: bool = _row("loads adapters alone (`train.lora.publish: adapter`)")
     pictures: bool = _row("pictures in prompts")
 
 
@@ -63,7 +63,7 @@ ENGINES: Mapping[str, EngineCapabilities] = {
         updates="folder, broadcast",
         sleep="CPU and GPU",
         classifiers=True,
-        adapters=False,
+        adapters=True,
         pictures=False,
     ),
     "sglang": EngineCapabilities(
@@ -94,6 +94,21 @@ ENGINES: Mapping[str, EngineCapabilities] = {
         sleep="GPU (unproved)",
         classifiers=False,
         adapters=False,
+        pictures=False,
+    ),
+    "hf": EngineCapabilities(
+        devices="CPU, or one GPU",
+        several_slots=False,
+        several_nodes=False,
+        arguments=False,
+        deterministic=False,
+        abort=True,
+        partial=True,
+        versions=True,
+        updates="folder, broadcast",
+        sleep="CPU and GPU",
+        classifiers=False,
+        adapters=True,
         pictures=False,
     ),
 }

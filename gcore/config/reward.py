@@ -228,7 +228,7 @@ class JudgeModel(Section):
 class JudgeServing(Section):
     """The engines that serve a judge's model: their kind, number, size and memory."""
 
-    engine: Literal["torch", "sglang", "vllm"] = Field("torch", description="Engine that serves the judge")
+    engine: Literal["torch", "sglang", "vllm", "hf"] = Field("torch", description="Engine that serves the judge")
     slots_per_engine: SlotsPerEngine = Field(1, description=f"{SPANS}. Must be equal for all judges")
     replicas: PositiveInt | None = Field(
         None,

@@ -18,7 +18,7 @@ from gcore.plugins import short_name
 class RolloutSpec(Section):
     """How responses are generated."""
 
-    engine: Literal["torch", "sglang", "vllm"] = Field("torch", description="Engine that generates responses")
+    engine: Literal["torch", "sglang", "vllm", "hf"] = Field("torch", description="Engine that generates responses")
     slots_per_engine: SlotsPerEngine = Field(1, description=SPANS)
     temperature: Temperature = Field(1.0, description="Sampling temperature. The trainer divides its logits by it too")
     top_p: Annotated[float, Field(gt=0, le=1)] = Field(1.0, description="Nucleus sampling. Training requires 1")

@@ -43,6 +43,7 @@ from gcore.config.validation import (
     check_judges,
     check_pairs,
     check_placement,
+    check_published_adapters,
     check_sources,
     check_stale,
     check_streamed,
@@ -319,6 +320,7 @@ _RULES: tuple[Callable[[JobSpec], Iterator[str]], ...] = (
     lambda s: check_tracking([tracker.name for tracker in s.tracking], s.storage.copies),
     lambda s: check_flow(s.flow, s.train),  # before check_groups, whose advice (two samples) would not solve it
     lambda s: check_groups(s.flow, s.train),
+    lambda s: check_published_adapters(s.rollout, s.train),
     lambda s: check_correction(s.rollout.correction, s.train),
     lambda s: check_stale(s.rollout, s.train),
     lambda s: check_streamed(s.rollout, s.train, s.flow.groups_per_step),

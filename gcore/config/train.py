@@ -47,6 +47,11 @@ class LoraSpec(Section):
         description="Linear layers that get an adapter, by name or by the end of the name, such as q_proj. all-linear: all but the "
         "output layer",
     )
+    publish: Literal["merged", "adapter"] = Field(
+        "merged",
+        description="What a step writes for the engines. merged: the whole model with the adapters added. adapter: the adapters alone; "
+        "each engine adds them to the model that it started with. Both give the same weights. Not with SGLang",
+    )
 
     @property
     def scale(self) -> float:

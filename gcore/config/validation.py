@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 
+from gcore.config.capabilities import ENGINES, lacking
 from gcore.config.data import ONLY_SOURCE, EvalSet, EvalSpec, ResolvedSource
 from gcore.config.placement import PlacementSpec
 from gcore.config.reward import JudgeSpec, RewardSpec
@@ -45,6 +46,12 @@ def check_flow(flow: FlowSpec, train: TrainSpec) -> Iterator[str]:
         yield f"flow 'sft' uses given answers that no engine sampled, so train.loss must be sft, not {train.loss}"
     if train.advantage == "remax" and flow.name in SAMPLING:
         yield f"train.advantage 'remax' needs a baseline, which flow {flow.name!r} does not provide; set flow.name: remax"
+
+
+def check_published_adapters(rollout: RolloutSpec, train: TrainSpec) -> Iterator[str]:
+    """Check that the engine loads adapters alone if the job publishes them alone."""
+    alone = train.lora is not None and train.lora.publish == "adapter"
+    yield from lacking(ENGINES, "rollout.engine", rollout.engine, {"train.lora.publish: adapter": ("adapters", alone)})
 
 
 def check_groups(flow: FlowSpec, train: TrainSpec) -> Iterator[str]:

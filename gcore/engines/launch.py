@@ -1,12 +1,16 @@
-"""Settings with which an engine process starts: launch documents of the torch engine and of the SGLang worker.
+"""Settings with which an engine process starts: launch documents of the torch and Hugging Face engines and of the SGLang worker.
 
-A launch document is JSON that the supervisor (`gcore.worker`) passes to the process. The torch engine may also be
-started by hand, with the same settings as command-line options. Does not import torch.
+A launch document is JSON that the supervisor (`gcore.worker`) passes to the process. The first two may also be
+started by hand, with the same settings as command-line options: `run_engine` is what their programs do. Does not import
+torch, which reads environment variables at import.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
+import os
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -14,11 +18,14 @@ from typing import Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
 
 from gcore.api.tls import ServingTls
-from gcore.errors import DataError, UsageError
+from gcore.errors import DataError, GcoreError, UsageError
+from gcore.system.daemon import set_up_logging
+from gcore.system.process import thread_environment
+from gcore.worker.control import ControlLine
 
 
 class ServerLaunch(BaseModel):
-    """Fields of the launch documents of both engines: which model to serve, and how."""
+    """Fields of the launch documents of all engines: which model to serve, and how."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -53,7 +60,7 @@ class FrontEndLaunch(ServerLaunch):
 
 
 class EngineLaunch(FrontEndLaunch):
-    """Launch document of the torch engine."""
+    """Launch document of the torch engine and of the Hugging Face engine."""
 
     kind: Literal["engine"] = "engine"
     device: str | None = Field(None, description="cpu or cuda; default: cuda if available")
@@ -96,7 +103,7 @@ def check_folder(model: str) -> None:
 
 
 def parse_engine_launch(document: Mapping[str, Any]) -> EngineLaunch:
-    """Parse the launch document of the torch engine. Raises UsageError."""
+    """Parse the launch document of the torch or the Hugging Face engine. Raises UsageError."""
     return _checked(EngineLaunch, dict(document), "launch document")
 
 
@@ -110,12 +117,12 @@ def parse_vllm_launch(document: Mapping[str, Any]) -> VllmLaunch:
     return _checked(VllmLaunch, dict(document), "launch document")
 
 
-def parse_engine_arguments(arguments: Sequence[str]) -> EngineLaunch:
-    """Parse the command line of the torch engine.
+def parse_engine_arguments(program: str, arguments: Sequence[str]) -> EngineLaunch:
+    """Parse the command line of `program`, the torch or the Hugging Face engine.
 
     Raises UsageError for an invalid value; for other mistakes argparse ends the process.
     """
-    return _parsed(EngineLaunch, "python -m gcore.engines.torch", arguments)
+    return _parsed(EngineLaunch, f"python -m {program}", arguments)
 
 
 def parse_vllm_arguments(arguments: Sequence[str]) -> VllmLaunch:
@@ -139,3 +146,49 @@ def _checked(kind: type[Launch], values: dict[str, Any], where: str) -> Launch:
         first = error.errors(include_url=False)[0]
         name = ".".join(str(part) for part in first["loc"])
         raise UsageError(f"{name}: {first['msg'].lower()}, not {first['input']!r}", where=where) from error
+
+
+INTERRUPTED_EXIT = 130
+
+
+def serve_program(program: str, server: str) -> int:
+    """Parse the launch document or the command line, serve, and return the exit code."""
+    # No network access, no other frameworks, no spinning threads.
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("USE_TORCH", "1")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    control = ControlLine.inherit()
+    set_up_logging(level="WARNING")
+    try:
+        launch = (
+            parse_engine_arguments(program, sys.argv[1:]) if control is None else parse_engine_launch(control.launch)
+        )
+        check_folder(launch.model)
+        for name, value in thread_environment(launch.threads).items():
+            os.environ.setdefault(name, value)
+        from gcore.system.torch_imports import leave_compiler_out
+
+        leave_compiler_out()
+        importlib.import_module(server).serve_engine(launch, control)
+    except GcoreError as error:
+        print(error, file=sys.stderr, flush=True)  # noqa: T201
+        if control is not None:
+            control.send("failed", reason=str(error))
+        return error.exit_code
+    except KeyboardInterrupt:
+        return INTERRUPTED_EXIT
+    return 0
+
+
+def run_engine(program: str, server: str) -> None:
+    """Serve, and end the process with its exit code.
+
+    `program`: module that was started, for the usage message. `server`: module whose `serve_engine` serves; it is
+    imported only after the environment is set up.
+    """
+    code = serve_program(program, server)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Skip interpreter shutdown: with torch's threads it is slow and may abort. Everything is closed by now.
+    os._exit(code)

@@ -540,14 +540,13 @@ class StoredJob:
 
     def compares(self, keys: JobKeys) -> tuple[Compare, ...]:
         """Compare all of them."""
-        name = store_keys.name(self.job.record.name, self.job.record.namespace)
         return (
             Compare(keys.state, self.status.revision),
             Compare(keys.job, self.job.revision),
             Compare(keys.head, self.head.revision),
             Compare(keys.checkpoints, self.checkpoints.revision),
             Compare(keys.plan, self.plan.revision),
-            Compare(name, self.named),
+            Compare(store_keys.name(self.job.record.name, self.job.record.namespace), self.named),
         )
 
     def suspended_plan(self, advance: chain.Advance) -> Plan:

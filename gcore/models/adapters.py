@@ -19,7 +19,7 @@ from torch import Tensor
 
 from gcore.errors import DataError
 from gcore.models.checks import weight_files
-from gcore.models.dtypes import CODES, FLOATS
+from gcore.models.dtypes import CODES, FLOATS, model_dtype
 from gcore.models.hubs import ADAPTER_CONFIG
 from gcore.models.layout import ADAPTER_FILE, TensorShape, file_entry
 from gcore.models.publisher import NamedTensor
@@ -120,6 +120,15 @@ def merged_tensors(
         yield NamedTensor(one.name, (one.tensor.float() + scale * (b @ a)).to(dtype))
     if left:
         raise _foreign(base, min(left))
+
+
+def adapted_tensors(base: Path, folder: Path) -> Iterator[NamedTensor]:
+    """Yield the base model's tensors with the adapters in `folder` added, bit for bit as a train rank publishes them.
+
+    Raises DataError.
+    """
+    config = AdapterConfig.read(folder)
+    return merged_tensors(base, read_adapters(folder), config.alpha / config.rank, model_dtype(base))
 
 
 def describe_base(folder: Path) -> bytes:

@@ -216,7 +216,7 @@ def engine_memory(served: EngineWorkload, *, size: int, rows: int, gpu: bool) ->
         least = wanted = 0
     elif served.engine == "torch":
         least, wanted = served.longest + SLACK, rows * (2 * served.longest + COLUMNS)
-    elif gpu:
+    elif gpu or served.engine == "hf":
         least, wanted = served.longest, rows * served.longest
     else:  # SGLang and vLLM allocate the whole cache at start
         least = wanted = served.cache_tokens or max(FOREIGN_CPU_TOKENS, served.longest)

@@ -256,7 +256,7 @@ class EngineWorkload:
 
     name: str
     shape: ModelShape
-    engine: Literal["torch", "sglang", "vllm"]
+    engine: Literal["torch", "sglang", "vllm", "hf"]
     rows: int
     cache_tokens: int | None
     replicas: int | None

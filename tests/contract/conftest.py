@@ -1,4 +1,8 @@
-"""Engines for the engine contract: the torch engine always, SGLang and vLLM with the markers of their names."""
+"""Engines for the engine contract: the torch engine always, SGLang and vLLM with the markers of their names.
+
+Of the Hugging Face engine `make test` runs the cases in `HF_IN_MAKE_TEST`, because it is slow; the rest has the marker
+`hf`.
+"""
 
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -6,13 +10,28 @@ from pathlib import Path
 import httpx
 import pytest
 from engine_contract import CHAT_TEMPLATE, CONTEXT, FIRST, OF_SGLANG, OF_VLLM, SLOTS, Serving
-from engine_processes import SglangProcess, engine_process, vllm_command
+from engine_processes import HF, TORCH, SglangProcess, engine_process, vllm_command
 
 from gcore.rollout.client import EngineClient
 from gcore.testing.models import make_tiny_model
 
-ENGINES = ["torch", OF_SGLANG, OF_VLLM]
+ENGINES = ["torch", "hf", OF_SGLANG, OF_VLLM]
 TIMEOUT_S = 120
+HF_IN_MAKE_TEST = {
+    "test_a_pause_stops_tokens_and_continuing_goes_on_as_if_nothing_was",
+    "test_an_abort_by_name_ends_only_what_it_names_with_its_tokens_so_far",
+    "test_memory_is_released_and_resumed",
+    "test_the_clients_update_under_load_is_told_in_spans",
+}
+"""All in one file, so that one process of the engine serves them."""
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by marker
+def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
+    for item in items:
+        engine = item.callspec.params.get("serving") if hasattr(item, "callspec") else None
+        if engine == "hf" and item.originalname not in HF_IN_MAKE_TEST:
+            item.add_marker("hf")
 
 
 @pytest.fixture(scope="session")
@@ -35,9 +54,10 @@ def serving(
         folders = make_models(tmp_path_factory.mktemp("wide"), hidden=64, heads=2, kv_heads=1)
         with engine_process(folders[0], vllm_command(), batch_slots=SLOTS) as url:
             yield Serving("vllm", url, folders)
-    elif request.param == "torch":
-        with engine_process(engine_folders[0], batch_slots=SLOTS) as url:
-            yield Serving("torch", url, engine_folders)
+    elif request.param in ("torch", "hf"):
+        command = TORCH if request.param == "torch" else HF
+        with engine_process(engine_folders[0], command, batch_slots=SLOTS) as url:
+            yield Serving(request.param, url, engine_folders)
     else:
         with SglangProcess(engine_folders[0], batch_slots=SLOTS) as process:
             yield Serving("sglang", process.base_url, engine_folders)

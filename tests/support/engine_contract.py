@@ -28,13 +28,13 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }}:{{ message['content'] }}/{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )
-TOLERANCE = {"torch": 1e-5, "sglang": 1e-4, "vllm": 1e-4}
+TOLERANCE = {"torch": 1e-5, "hf": 1e-5, "sglang": 1e-4, "vllm": 1e-4}
 OF_VLLM = pytest.param("vllm", marks=pytest.mark.vllm)
 OF_SGLANG = pytest.param("sglang", marks=pytest.mark.sglang)
 TORCH_ONLY = pytest.mark.parametrize("serving", ["torch"], indirect=True)
-SLEEPERS = pytest.mark.parametrize("serving", ["torch", OF_SGLANG], indirect=True)
+SLEEPERS = pytest.mark.parametrize("serving", ["torch", "hf", OF_SGLANG], indirect=True)
 """The engines that do not refuse to sleep on a CPU."""
-FRONT_END = pytest.mark.parametrize("serving", ["torch", OF_VLLM], indirect=True)
+FRONT_END = pytest.mark.parametrize("serving", ["torch", "hf", OF_VLLM], indirect=True)
 """The engines behind gcore's own HTTP front end."""
 
 

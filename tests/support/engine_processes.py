@@ -26,6 +26,7 @@ STOP_S = 20
 
 
 TORCH = (sys.executable, "-m", "gcore.engines.torch")
+HF = (sys.executable, "-m", "gcore.engines.hf")
 
 
 def vllm_command() -> tuple[str, ...]:
@@ -37,7 +38,7 @@ def vllm_command() -> tuple[str, ...]:
 def engine_process(model: Path, command: Sequence[str] = TORCH, **options: object) -> Iterator[str]:
     """An engine that serves `model`, as a process of its own; its base URL. For tests and benchmarks. Its errors show.
 
-    `command` starts it by hand: the torch engine's, or `vllm_command()`. `options` as on its command line
+    `command` starts it by hand: `TORCH`, `HF` or `vllm_command()`. `options` as on its command line
     (`batch_slots=4`).
     """
     arguments = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]

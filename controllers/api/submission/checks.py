@@ -213,7 +213,7 @@ class CheckedJudge:
             return
         given, own = self.spec.model.max_length, self.renderer.max_length
         # SGLang derives its context limit from more of the model's configuration and checks it itself.
-        if given is not None and own is not None and given > own and self.spec.serving.engine == "torch":
+        if given is not None and own is not None and given > own and self.spec.serving.engine != "sglang":
             raise SpecError(
                 f"max_length is {given}, which exceeds the judge's context of {own}",
                 where=f"judges.{self.number}.model.max_length",

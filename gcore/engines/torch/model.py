@@ -30,7 +30,9 @@ from gcore.engines.torch.attention import NAME, EngineAttention
 from gcore.engines.torch.fast_path import FastDecodeStep, patch_norms
 from gcore.engines.torch.kv_cache import CacheShape
 from gcore.errors import DataError, EngineError, UsageError
+from gcore.models.adapters import adapted_tensors
 from gcore.models.checks import check_code, require_config
+from gcore.models.layout import ADAPTER_FILE
 from gcore.system.memory import host_memory, is_out_of_memory, release_free_memory
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -188,8 +190,7 @@ def load_model(
         AutoModelForCausalLM, folder, DTYPES[dtype], trust_remote_code=trust_remote_code, attn_implementation="eager"
     )
     c = module.config.get_text_config()
-    limit = getattr(c, "max_position_embeddings", None) or getattr(c, "n_positions", None)
-    length = min(int(limit), context or int(limit)) if limit else context or CONTEXT
+    length = context_length(c, context)
     head = module.get_output_embeddings()
     if head is None or getattr(head, "weight", None) is None:
         raise unservable_model(folder, f"a {c.model_type} has no output layer")
@@ -218,6 +219,12 @@ def load_model(
         trusted=trust_remote_code,
         cache_name="cache_params" if "cache_params" in parameters else "past_key_values",
     )
+
+
+def context_length(config: Any, wanted: int | None) -> int:
+    """Return the context length in tokens: `wanted`, at most what the model's text configuration allows; None: all of it."""
+    limit = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
+    return min(int(limit), wanted or int(limit)) if limit else wanted or CONTEXT
 
 
 def check_vocabulary(text: Detokenizer | None, vocabulary: int, folder: Path) -> None:
@@ -279,9 +286,13 @@ def unservable_model(folder: Path, why: str) -> DataError:
 
 
 class LoadedModel(Protocol):
-    """A generating or classifying model in memory. `asleep`: whether its weights are released."""
+    """A generating or classifying model in memory.
+
+    `folder`: from which it was loaded. `asleep`: whether its weights are released.
+    """
 
     module: Any
+    folder: Path
     asleep: bool
 
     @property
@@ -307,14 +318,18 @@ def stage_weights(model: LoadedModel, folder: Path) -> StagedWeights:
     """Load a folder's weights into host memory and check them, in any thread. Raises EngineError if they do not fit.
 
     All names and shapes are checked here, so that `apply_weights` changes all weights or none. A folder with other
-    names than the module (older checkpoints, fused experts) is loaded through transformers, which can convert them.
+    names than the module (older checkpoints, fused experts) is loaded through transformers, which can convert them. A
+    folder with adapters is added to the model's own folder, whatever is served now.
     """
     check_awake(model)
     own: dict[str, torch.Tensor] = model.module.state_dict()
     tensors: dict[str, torch.Tensor] = {}
     try:
         files = sorted(folder.glob("*.safetensors"))
-        for file in files:
+        adapts = (folder / ADAPTER_FILE).is_file()
+        if adapts:
+            tensors.update((one.name, one.tensor) for one in adapted_tensors(model.folder, folder))
+        for file in () if adapts else files:
             with safe_open(file, framework="pt") as weights:
                 tensors.update({name: weights.get_tensor(name) for name in weights.keys()})  # noqa: SIM118
         if tensors.keys() - own.keys():

@@ -51,10 +51,11 @@ TIED = frozenset({"lm_head.weight"})
 class ServedModel:
     """What gcore knows of the model in vLLM's workers.
 
-    `tensors`: the tensors of its checkpoint, on the meta device: names, shapes and dtypes. `vocabulary`: number of
+    `folder`: the model's folder. `tensors`: the tensors of its checkpoint, on the meta device: names, shapes and dtypes. `vocabulary`: number of
     tokens. `context`: context length in tokens. `end_tokens`: end a sample unless the request ignores them.
     """
 
+    folder: Path
     tensors: Mapping[str, torch.Tensor]
     vocabulary: int
     context: int

@@ -107,6 +107,7 @@ def start_vllm(launch: VllmLaunch, text: Detokenizer | None) -> VllmCore:
     client.collective_rpc(install_sampler)
     cache = settings.cache_config
     model = ServedModel(
+        folder,
         checkpoint_tensors(folder),
         vocabulary,
         int(settings.model_config.max_model_len),

@@ -24,6 +24,7 @@ from torch import Tensor
 from gcore.config.train import LoraSpec
 from gcore.errors import DataError
 from gcore.models.adapters import (
+    AdapterConfig,
     describe_base,
     file_shapes,
     merged_tensors,
@@ -233,6 +234,22 @@ class MergedModel:
             yield from merged_tensors(self._base, adapters, self._scale, self._dtype)
 
 
+class AdaptersAlone:
+    """The adapters of a policy without its base model; implements `ServedWeights`. Engines add them to the base."""
+
+    def __init__(self, policy: TrainBackend) -> None:
+        self._policy = policy
+
+    def shapes(self) -> Mapping[str, TensorShape]:
+        """The adapters in float32, by their names in files."""
+        return {stored_name(name): TensorShape("F32", shape) for name, shape in self._policy.shapes.items()}
+
+    def tensors(self, *, writes: bool, tell: Callable[[], None]) -> Iterator[NamedTensor]:
+        """Gather the adapters one by one. A collective."""
+        for one in self._policy.tensors("master"):
+            yield NamedTensor(stored_name(one.name), one.tensor)
+
+
 class FolderPublisher:
     """Implements `gcore.models.publisher.Publisher`: writes each version's weights to a folder, from which engines
     load.
@@ -249,12 +266,17 @@ class FolderPublisher:
         highest: Highest,
     ) -> None:
         self._launch = launch
-        self._dtype = model_dtype(launch.model_path)
-        self._served: ServedWeights = (
-            WholeModel(model, self._dtype)
-            if launch.spec.train.lora is None
-            else MergedModel(model, launch.spec.train.lora, launch.model_path, self._dtype)
-        )
+        lora, dtype = launch.spec.train.lora, model_dtype(launch.model_path)
+        self._adapters: AdapterConfig | None = None
+        """Description of the adapters, if they are published alone."""
+        self._served: ServedWeights
+        if lora is None:
+            self._served = WholeModel(model, dtype)
+        elif lora.publish == "merged":
+            self._served = MergedModel(model, lora, launch.model_path, dtype)
+        else:
+            self._served = AdaptersAlone(model)
+            self._adapters = adapter_config(model.module, lora, launch.model_path)
         self._writes = launch.rank == 0
         self._writer = writer
         self.insisting = insisting
@@ -276,8 +298,12 @@ class FolderPublisher:
             if self._writes:
                 self._writer.folder.check()
                 with replace_folder(target, owner=self._launch.world, durable=False) as folder:
-                    copy_companions(self._launch.model_path, folder, _link_or_copy)
-                    self._write_served(folder / MODEL_FILE, tensors, tell)
+                    if self._adapters is None:
+                        copy_companions(self._launch.model_path, folder, _link_or_copy)
+                        self._write_served(folder / MODEL_FILE, tensors, tell)
+                    else:
+                        (folder / ADAPTER_CONFIG).write_bytes(self._adapters.encode())
+                        self._write_served(folder / ADAPTER_FILE, tensors, tell)
                 delete_old_staged(target.parent)
         finally:
             for _ in tensors:

@@ -15,7 +15,6 @@ from engine_contract import (
     FRONT_END,
     SLEEPERS,
     SLOTS,
-    TORCH_ONLY,
     Serving,
     begin,
     error_of,
@@ -347,7 +346,7 @@ async def test_memory_is_released_and_resumed(http: httpx.AsyncClient, serving: 
     assert error_of(serving.weights[0], [5, 6], await waiting) < serving.tolerance
 
 
-@TORCH_ONLY  # a CPU has no memory to release in SGLang
+@FRONT_END  # a CPU has no memory to release in SGLang
 async def test_released_weights_are_not_shown_as_if_they_were_empty(http: httpx.AsyncClient) -> None:
     await post(http, "/release_memory_occupation", tags=["weights"])
     response = await http.post("/get_weights_by_name", json={"name": "model.norm.weight"})
@@ -356,7 +355,7 @@ async def test_released_weights_are_not_shown_as_if_they_were_empty(http: httpx.
     assert "weights are released" in response.json()["error"]["message"]
 
 
-@TORCH_ONLY  # SGLang's scheduler dies of the first two, and takes the third for granted
+@FRONT_END  # SGLang's scheduler dies of the first two, and takes the third for granted
 async def test_memory_is_not_taken_from_what_runs(http: httpx.AsyncClient) -> None:
     await post(http, "/resume_memory_occupation")
     running = await begin(http, input_ids=[5, 6], sampling_params=ENDLESS)
@@ -404,7 +403,7 @@ async def test_it_tells_how_it_is(http: httpx.AsyncClient, client: EngineClient,
     assert (info.running, info.waiting) == (0, 0)
 
 
-@TORCH_ONLY  # SGLang has it for some architectures only, and not for this one
+@FRONT_END  # SGLang has it for some architectures only, and not for this one
 async def test_a_tensor_is_shown_by_name(http: httpx.AsyncClient) -> None:
     body = {"name": "model.embed_tokens.weight", "truncate_size": 2}
     rows = await post(http, "/get_weights_by_name", **body)

@@ -13,6 +13,7 @@ import pytest
 from engine_contract import (
     ENDLESS,
     FIRST,
+    FRONT_END,
     Serving,
     begin,
     error_of,
@@ -200,7 +201,7 @@ async def test_a_broadcast_outside_an_update_or_of_no_group_is_refused(
 
 
 # SGLang passes over a name that it does not know, and dies of a shape that does not fit.
-@pytest.mark.parametrize("serving", ["torch"], indirect=True)
+@FRONT_END
 async def test_a_broadcast_that_does_not_fit_is_received_and_refused_and_the_old_weights_stay(
     changing: httpx.AsyncClient, serving: Serving, trainers: Callable[..., Trainer]
 ) -> None:
@@ -229,7 +230,7 @@ async def test_a_broadcast_that_does_not_fit_is_received_and_refused_and_the_old
 
 
 # SGLang waits for the others for half an hour, and answers nothing meanwhile.
-@pytest.mark.parametrize("serving", ["torch"], indirect=True)
+@FRONT_END
 async def test_a_group_that_cannot_be_is_refused_and_a_trainer_that_dies_is_told_of(
     changing: httpx.AsyncClient, serving: Serving, trainers: Callable[..., Trainer]
 ) -> None:

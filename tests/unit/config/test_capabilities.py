@@ -34,10 +34,29 @@ def test_each_engine_and_backend_of_the_spec_is_described() -> None:
             "slots_per_engine needs engine: sglang or vllm, not torch",
         ),
         ("rollout", {"engine": "sglang", "deterministic": True}, "deterministic needs engine: torch, not sglang"),
+        ("rollout", {"engine": "hf", "deterministic": True}, "deterministic needs engine: torch, not hf"),
+        (
+            "judges",
+            {
+                "name": "j",
+                "kind": "classifier",
+                "template": "{{ response }}",
+                "model": {"path": "m"},
+                "serving": {"engine": "hf"},
+            },
+            "kind: classifier needs serving.engine: torch or sglang, not hf",
+        ),
+        (
+            "rollout",
+            {"engine": "sglang"},
+            "train.lora.publish: adapter needs rollout.engine: torch or hf, not sglang",
+        ),
         ("train", {"offload_state": True}, "offload_state needs backend: fsdp2, not deepspeed"),
     ],
 )
 def test_a_setting_beyond_a_capability_names_what_has_it(section: str, fields: dict[str, Any], said: str) -> None:
     tree = BASIC | {"rollout": {"max_new_tokens": 4}}
+    if "lora" in said:
+        tree |= {"train": {"lora": {"publish": "adapter"}}}
     with pytest.raises(SpecError, match=said):
-        parse_spec(tree | {section: tree.get(section, {}) | fields})
+        parse_spec(tree | {section: [fields] if section == "judges" else tree.get(section, {}) | fields})

@@ -106,7 +106,7 @@ def request_of(name: str, task: GenerationRequest) -> SimpleNamespace:
 
 def make_core(text: Detokenizer | None = None, *, sleeps: bool = True, shares: bool = False) -> VllmCore:
     shape = CacheShape((), torch.float32, torch.device("cpu"))
-    model = ServedModel(TENSORS, 49, 100, (1,), None, shape)
+    model = ServedModel(Path("model"), TENSORS, 49, 100, (1,), None, shape)
     limits = VllmLimits(4, 1000, shares_prefixes=shares, sleeps=sleeps)
     return VllmCore(ScriptedClient(), model, text, limits, version="0.0", request_of=request_of)
 

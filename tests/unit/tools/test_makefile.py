@@ -62,7 +62,19 @@ def test_a_subject_runs_no_test_that_another_target_runs(checkout: Path) -> None
     marks = pytest_call(checkout, "test-ledger").split('"')[1]
     assert marks.split(" and ") == [
         f"not {mark}"
-        for mark in ("serial", "gpu", "sglang", "vllm", "trackers", "deploy", "notebook", "chaos", "large", "documents")
+        for mark in (
+            "serial",
+            "gpu",
+            "sglang",
+            "vllm",
+            "hf",
+            "trackers",
+            "deploy",
+            "notebook",
+            "chaos",
+            "large",
+            "documents",
+        )
     ]
 
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from engine_core import make_core
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from gcore.config.train import LoraSpec
+from gcore.engines.torch.model import stage_weights
 from gcore.errors import DataError, SpecError
 from gcore.models.adapters import (
     AdapterConfig,
@@ -37,9 +40,13 @@ from gcore.models.layout import (
     copy_companions,
     file_entry,
 )
-from gcore.testing.models import make_tiny_model
+from gcore.models.publisher import NamedTensor
+from gcore.testing.models import make_tiny_model, rank_launch
 from gcore.train.backends.adapters import BaseReference, adapter_config, add_adapters, load_adapters
+from gcore.train.checkpoint.run_files import BackgroundWriter, RetryingWriter
+from gcore.train.checkpoint.writer import FolderPublisher
 from gcore.train.hf_models import load_module
+from gcore.types import Version
 
 LORA = LoraSpec(rank=4, alpha=6)
 IDS = torch.tensor([[5, 9, 17, 4, 30, 8]])
@@ -134,6 +141,68 @@ def test_the_merged_model_has_the_outputs_of_the_adapted_one(model: Path, tmp_pa
     merged = make_tiny_model(tmp_path / "merged", seed=9)
     save_file(tensors, merged / "model.safetensors", metadata={"format": "pt"})
     assert torch.allclose(logits(load_module(merged, torch.float32)), logits(module), atol=1e-5)
+
+
+class Trained(Policy):
+    """A policy whose backend gathers the parameters that are trained."""
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {one.name: tuple(one.tensor.shape) for one in self.tensors("master")}
+
+    def tensors(self, kind: str) -> list[NamedTensor]:
+        return [NamedTensor(name, one.detach()) for name, one in self.module.named_parameters() if one.requires_grad]
+
+    def buffers(self) -> list[NamedTensor]:
+        return []
+
+
+def staged(module: nn.Module, model: Path, run: Path, publish: str) -> Path:
+    """The folder that a step writes for the engines."""
+    launch = rank_launch(
+        {
+            "name": "j",
+            "model": {"path": str(model)},
+            "data": {"path": "d"},
+            "flow": {"steps": 9},
+            "rollout": {"max_new_tokens": 4},
+            "train": {"lora": {"rank": LORA.rank, "alpha": LORA.alpha, "publish": publish}},
+        },
+        run,
+    )
+    writer = BackgroundWriter(launch.run_path, launch.world)
+    insisting = RetryingWriter(writer.hindered, 60.0)
+    publisher = FolderPublisher(launch, Trained(module), writer, insisting, list)  # type: ignore[arg-type]
+    return launch.run_path / publisher.stage(Version(0, 1), lambda: None).folder
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_engines_serve_the_same_bits_from_adapters_alone_as_from_the_merged_model(tmp_path: Path, dtype: str) -> None:
+    model = make_tiny_model(tmp_path / "model")
+    settings = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(settings | {"dtype": dtype}))
+    module = adapted(model)
+    merged, alone = (staged(module, model, tmp_path / publish, publish) for publish in ("merged", "adapter"))
+    assert sorted(path.name for path in alone.iterdir()) == [ADAPTER_CONFIG, ADAPTER_FILE]
+    core = make_core(model)
+    served = {}
+    for folder in (merged, alone, merged, alone):  # an adapter is added to the base, and not to what is served
+        core.change_weights(stage_weights(core.model, folder), None, flush=True, abort=False)
+        served[folder] = {name: one.clone() for name, one in core.model.module.state_dict().items()}
+    assert all(torch.equal(one, served[alone][name]) for name, one in served[merged].items())
+    base = load_module(model, torch.float32).state_dict()
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert not torch.equal(served[alone][name], base[name])
+
+
+def test_adapters_of_another_model_are_refused_by_the_engine(model: Path, tmp_path: Path) -> None:
+    core = make_core(make_tiny_model(tmp_path / "other", layers=1))
+    folder = saved(adapted(model), tmp_path / "adapter", model)
+    with pytest.raises(DataError, match=r"fits no matrix of the base model"):
+        stage_weights(core.model, folder)
+    (folder / ADAPTER_FILE).write_bytes(b"damaged")
+    with pytest.raises(DataError, match="cannot read the adapters"):
+        stage_weights(core.model, folder)
 
 
 def test_the_sum_is_rounded_once(model: Path, tmp_path: Path) -> None:

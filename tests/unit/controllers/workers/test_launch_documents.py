@@ -82,6 +82,12 @@ def test_the_torch_engine_reads_what_it_is_told(slot: str, dtype: str, device: s
     assert child.env["CUDA_VISIBLE_DEVICES"] == ("3" if device == "cuda" else "")
 
 
+def test_the_hugging_face_engine_gets_the_settings_of_the_torch_engine() -> None:
+    child = engine_document(spec(engine="hf", **TOLD), place("cpu:1"), CONFIG)
+    assert child.command == ENGINE_COMMANDS["hf"]
+    assert child.document == engine_document(spec(**TOLD), place("cpu:1"), CONFIG).document
+
+
 @pytest.mark.parametrize(("slot", "dtype", "device"), [("cpu:1", "float32", "cpu"), ("cuda:3", "bfloat16", "cuda")])
 def test_sglangs_worker_reads_what_it_is_told(slot: str, dtype: str, device: str) -> None:
     child = engine_document(spec(engine="sglang", engine_args=["--x", "1"], **TOLD), place(slot), CONFIG)

@@ -1,0 +1,4 @@
+"""The Hugging Face engine: `generate` of transformers behind the torch engine's front end.
+
+Slow; serves any model that `generate` does. Read `engine` first.
+"""
