@@ -93,7 +93,7 @@ ENGINES: Mapping[str, EngineCapabilities] = {
         updates="folder, broadcast",
         sleep="GPU (unproved)",
         classifiers=False,
-        adapters=False,
+        adapters=True,
         pictures=False,
     ),
     "hf": EngineCapabilities(

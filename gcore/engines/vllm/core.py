@@ -33,7 +33,9 @@ from gcore.engines.torch.engine import GeneratorBase
 from gcore.engines.torch.kv_cache import CacheShape
 from gcore.engines.torch.model import StagedWeights, check_awake
 from gcore.errors import EngineError
+from gcore.models.adapters import adapted_tensors
 from gcore.models.hubs import weight_files
+from gcore.models.layout import ADAPTER_FILE
 
 FINISHES = ("stop", "length", "abort", "error", "repetition")
 """vLLM's finish reasons, in the order of its numbers."""
@@ -250,8 +252,14 @@ class VllmCore(GeneratorBase):
             self._deliver(name, sequence, Finish("abort", message=message))
 
     def stage_weights(self, folder: Path) -> StagedWeights:
-        """Check that a folder's weights fit the model, by the headers of its files. Raises EngineError."""
+        """Check that a folder's weights fit the model, by the headers of its files. A folder with adapters is added to the
+        model's own folder. Raises EngineError, DataError.
+        """
         check_awake(self._served)
+        if (folder / ADAPTER_FILE).is_file():
+            adapted = {one.name: one.tensor for one in adapted_tensors(self._served.folder, folder)}
+            check_tensors(self._served.tensors, adapted, folder)
+            return StagedWeights(adapted)
         check_tensors(self._served.tensors, checkpoint_tensors(folder), folder)
         return StagedFolder({}, folder)
 

@@ -49,7 +49,7 @@ def test_each_engine_and_backend_of_the_spec_is_described() -> None:
         (
             "rollout",
             {"engine": "sglang"},
-            "train.lora.publish: adapter needs rollout.engine: torch or hf, not sglang",
+            "train.lora.publish: adapter needs rollout.engine: torch or vllm or hf, not sglang",
         ),
         ("train", {"offload_state": True}, "offload_state needs backend: fsdp2, not deepspeed"),
     ],

@@ -6,6 +6,7 @@ how it sleeps and wakes. Its build for CPUs cannot sleep, so only this client sh
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from gcore.engines.detokenizer import Detokenizer
 from gcore.engines.launch import VllmLaunch
@@ -21,9 +22,12 @@ from gcore.engines.request import GenerationRequest, RequestOutput, RequestSampl
 from gcore.engines.torch.kv_cache import CacheShape
 from gcore.engines.torch.model import StagedWeights
 from gcore.engines.vllm.command import OURS, ROWS, check_engine_args, engine_words
-from gcore.engines.vllm.core import ServedModel, VllmCore, VllmLimits, load_weights
+from gcore.engines.vllm.core import ServedModel, VllmCore, VllmLimits, checkpoint_tensors, load_weights
 from gcore.errors import EngineError, UsageError
-from gcore.testing.models import save_tokenizer
+from gcore.models.adapters import AdapterConfig
+from gcore.models.hubs import ADAPTER_CONFIG
+from gcore.models.layout import ADAPTER_FILE
+from gcore.testing.models import make_tiny_model, save_tokenizer
 
 ALL = frozenset({"weights", "kv_cache"})
 STOP, LENGTH = 0, 1
@@ -104,9 +108,16 @@ def request_of(name: str, task: GenerationRequest) -> SimpleNamespace:
     return SimpleNamespace(name=name, made=0, most=task.sampling.max_new_tokens, num_preemptions=0)
 
 
-def make_core(text: Detokenizer | None = None, *, sleeps: bool = True, shares: bool = False) -> VllmCore:
+def make_core(
+    text: Detokenizer | None = None,
+    *,
+    sleeps: bool = True,
+    shares: bool = False,
+    folder: Path = Path("model"),
+    tensors: Mapping[str, torch.Tensor] = TENSORS,
+) -> VllmCore:
     shape = CacheShape((), torch.float32, torch.device("cpu"))
-    model = ServedModel(Path("model"), TENSORS, 49, 100, (1,), None, shape)
+    model = ServedModel(folder, tensors, 49, 100, (1,), None, shape)
     limits = VllmLimits(4, 1000, shares_prefixes=shares, sleeps=sleeps)
     return VllmCore(ScriptedClient(), model, text, limits, version="0.0", request_of=request_of)
 
@@ -246,6 +257,27 @@ def test_a_folder_that_does_not_fit_is_refused_before_vllm_reads_it(
     fitting = {name: torch.ones(2, 2) for name in ("q", "k", "lm_head.weight")}
     save_file(fitting, tmp_path / "model.safetensors")
     make_core().stage_weights(tmp_path)
+
+
+def test_adapters_alone_are_added_to_the_model_that_was_loaded(tmp_path: Path) -> None:
+    base = make_tiny_model(tmp_path / "base")
+    tensors = checkpoint_tensors(base)
+    name = next(one for one in tensors if one.endswith("q_proj.weight")).removesuffix(".weight")
+    rows, columns = tensors[f"{name}.weight"].shape
+    a, b = torch.randn(2, columns), torch.randn(rows, 2)
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    prefix = f"base_model.model.{name}"
+    save_file({f"{prefix}.lora_A.weight": a, f"{prefix}.lora_B.weight": b}, adapter / ADAPTER_FILE)
+    (adapter / ADAPTER_CONFIG).write_bytes(AdapterConfig(str(base), 2, 4.0, ("q_proj",)).encode())
+    core = make_core(folder=base, tensors=tensors)
+    for version in ("0.1", "0.2"):
+        core.change_weights(core.stage_weights(adapter), version, flush=True, abort=False)
+        loaded = dict(client_of(core).loaded[-1]["weights_iterator"])
+        expected = load_file(base / "model.safetensors")
+        expected[f"{name}.weight"] = expected[f"{name}.weight"] + 2 * (b @ a)
+        assert loaded.keys() == expected.keys()
+        assert all(torch.equal(loaded[one], expected[one]) for one in expected)
 
 
 def launch(**more: Any) -> VllmLaunch:
