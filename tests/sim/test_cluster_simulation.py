@@ -17,7 +17,7 @@ from controllers.rules.view import JobView, Memo
 from controllers.rules.waits import current_waits
 
 FIRST = int(os.environ.get("GCORE_SIM_FIRST", "0"))
-CLUSTERS = int(os.environ.get("GCORE_SIM_CLUSTERS", "8"))
+CLUSTERS = int(os.environ.get("GCORE_SIM_CLUSTERS", "6"))
 """With those of `test_step_protocol`, what fits in a minute; any number with `make sim`."""
 SUPPORT = Path(__file__).parents[1] / "support"
 
@@ -111,7 +111,7 @@ def test_cached_decisions_equal_recomputed_ones(seed: int, monkeypatch: pytest.M
     assert looks > 100
 
 
-@pytest.mark.parametrize("seed", range(FIRST, FIRST + max(3, CLUSTERS // 4)))
+@pytest.mark.parametrize("seed", range(FIRST, FIRST + max(2, CLUSTERS // 4)))
 def test_job_on_time_shared_slots_completes_with_correct_accounts(seed: int) -> None:
     """Engines and ranks pass a slot's memory to each other, while any process involved may be stopped, partitioned or dead."""
     ended = tell_story(replace(Story.of(seed), staleness=0, part=None, turns=True, copies=(None, None, 2)[seed % 3]))

@@ -91,7 +91,7 @@ def test_controllers_that_are_killed_change_nothing_in_that(over_provision: floa
     assert not is_biased(trained, issued)
 
 
-@pytest.mark.parametrize("staleness", [0, pytest.param(1, marks=pytest.mark.large), 2])
+@pytest.mark.parametrize("staleness", [0, *(pytest.param(most, marks=pytest.mark.large) for most in (1, 2))])
 @pytest.mark.parametrize("over_provision", [1.0, None])
 @pytest.mark.parametrize("seats", [2, None])
 def test_the_longest_first_changes_when_a_prompt_is_begun_and_not_what_is_trained(

@@ -9,6 +9,7 @@ names the generation of the `Plan` that it created.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from enum import StrEnum
 from typing import Annotated, Any, ClassVar, Literal, Protocol
 
@@ -592,6 +593,8 @@ class Trouble(Record):
 
 class NodeRecord(Record):
     """Record `nodes/{name}`: a running daemon and what its node offers, under the daemon's lease."""
+
+    came_with: ClassVar[Mapping[str, int]] = {"vllm": 3}
 
     name: str
     incarnation: str

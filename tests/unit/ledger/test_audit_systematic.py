@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 from recorded_job import (
     KEYS,
     UID,
@@ -210,6 +211,7 @@ def missed_in(job: RecordedJob, kinds: tuple[str, ...]) -> set[str]:
     return stored.missed(kinds) | archived | stored.missed_lines("receipts", kind_of_receipt(job), {})
 
 
+@pytest.mark.large  # a minute; test_audit_corruptions has an edit of each kind
 def test_the_page_lists_exactly_the_edits_that_are_not_found(tmp_path: Path) -> None:
     missed: set[str] = set()
     for number, (scene, kinds) in enumerate(SCENES.items()):

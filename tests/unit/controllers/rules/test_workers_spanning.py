@@ -65,12 +65,14 @@ def spec(
 @pytest.mark.parametrize(
     ("rollout", "judges", "placement", "said"),
     [
-        pytest.param({"slots_per_engine": 2}, [], {}, "slots_per_engine needs engine: sglang, not torch", id="torch"),
+        pytest.param(
+            {"slots_per_engine": 2}, [], {}, "slots_per_engine needs engine: sglang or vllm, not torch", id="torch"
+        ),
         pytest.param(
             {},
             [judge(slots_per_engine=2)],
             {},
-            "slots_per_engine needs engine: sglang, not torch",
+            "slots_per_engine needs engine: sglang or vllm, not torch",
             id="a judge's torch",
         ),
         pytest.param(WIDE | {"slots_per_engine": 0}, [], {}, "slots_per_engine", id="none"),
