@@ -56,8 +56,8 @@ class EngineEnvironment:
     def find(self, named: Path | str | None = None, *, environ: Mapping[str, str] | None = None) -> Path | None:
         """Return a Python with the engine, or None.
 
-        Search order: `named`; the environment variable; `folder`. A folder stands for its bin/python. Raises UsageError
-        if a named Python lacks the engine, or has a version that is not supported.
+        Search order: `named`; the environment variable; `folder`, if its version is supported. A folder stands for its
+        bin/python. Raises UsageError if a named Python lacks the engine, or has a version that is not supported.
         """
         configured = (os.environ if environ is None else environ).get(self.variable)
         for given, where in ((named, f"{self.option} or {self.variable}"), (configured, self.variable)):
@@ -65,9 +65,10 @@ class EngineEnvironment:
                 return self._checked(Path(given), where)
         checkout = Path(__file__).parents[2]
         for folder in (checkout / self.folder, Path(self.folder)):
-            if self.is_in(folder / "bin" / "python"):
+            python = folder / "bin" / "python"
+            if self.is_in(python) and self._supports(self.version(python)):
                 # Made absolute last, because the current folder may have been deleted.
-                return self._supported(folder.absolute() / "bin" / "python", str(folder))
+                return folder.absolute() / "bin" / "python"
         return None
 
     def is_in(self, python: Path) -> bool:
@@ -92,17 +93,17 @@ class EngineEnvironment:
         if not self.is_in(python):
             what = f"{self.name} is not installed in this Python" if python.is_file() else "there is no such Python"
             raise UsageError(f"{what}: {python}", where=where, fix=self.how)
-        return self._supported(python, where)
-
-    def _supported(self, python: Path, where: str) -> Path:
         version = self.version(python)
-        if self.needs and not (version or "").startswith(self.needs):
+        if not self._supports(version):
             raise UsageError(
                 f"{self.name} {version} is installed in {python}, and gcore supports only {self.needs}*",
                 where=where,
                 fix=f"Install {self.distributions[0]}=={self.tested} there, or name another environment",
             )
         return python
+
+    def _supports(self, version: str | None) -> bool:
+        return (version or "").startswith(self.needs)
 
 
 SGLANG = EngineEnvironment("sglang", "SGLang", ("sglang",), "sglang/launch_server.py", "0.5.23")

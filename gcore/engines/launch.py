@@ -11,7 +11,8 @@ import argparse
 import importlib
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -151,26 +152,47 @@ def _checked(kind: type[Launch], values: dict[str, Any], where: str) -> Launch:
 INTERRUPTED_EXIT = 130
 
 
+def run_engine(program: str, server: str) -> None:
+    """Run an engine that starts with this Python, and end the process with its exit code. The arguments are those of
+    `serve_program`."""
+    end_process(serve_program(program, server))
+
+
 def serve_program(program: str, server: str) -> int:
-    """Parse the launch document or the command line, serve, and return the exit code."""
-    # No network access, no other frameworks, no spinning threads.
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    """Serve with an engine that starts with this Python, and return the exit code.
+
+    `program`: module that was started, for the usage message. `server`: module whose `serve_engine` serves; it is
+    imported only after the environment is set up.
+    """
+    # No other frameworks, no spinning threads.
     os.environ.setdefault("USE_TORCH", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    control = ControlLine.inherit()
-    set_up_logging(level="WARNING")
-    try:
-        launch = (
-            parse_engine_arguments(program, sys.argv[1:]) if control is None else parse_engine_launch(control.launch)
-        )
-        check_folder(launch.model)
-        for name, value in thread_environment(launch.threads).items():
-            os.environ.setdefault(name, value)
+
+    def serve(launch: EngineLaunch, control: ControlLine | None) -> None:
         from gcore.system.torch_imports import leave_compiler_out
 
         leave_compiler_out()
         importlib.import_module(server).serve_engine(launch, control)
+
+    return serve_launch(partial(parse_engine_arguments, program), parse_engine_launch, serve)
+
+
+def serve_launch(
+    parse_arguments: Callable[[Sequence[str]], Launch],
+    parse_launch: Callable[[Mapping[str, Any]], Launch],
+    serve: Callable[[Launch, ControlLine | None], None],
+) -> int:
+    """Parse the launch document or the command line, serve without access to model hubs, and return the exit code."""
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    control = ControlLine.inherit()
+    set_up_logging(level="WARNING")
+    try:
+        launch = parse_arguments(sys.argv[1:]) if control is None else parse_launch(control.launch)
+        check_folder(launch.model)
+        for name, value in thread_environment(launch.threads).items():
+            os.environ.setdefault(name, value)
+        serve(launch, control)
     except GcoreError as error:
         print(error, file=sys.stderr, flush=True)  # noqa: T201
         if control is not None:
@@ -181,14 +203,9 @@ def serve_program(program: str, server: str) -> int:
     return 0
 
 
-def run_engine(program: str, server: str) -> None:
-    """Serve, and end the process with its exit code.
-
-    `program`: module that was started, for the usage message. `server`: module whose `serve_engine` serves; it is
-    imported only after the environment is set up.
-    """
-    code = serve_program(program, server)
+def end_process(code: int) -> None:
+    """End the process with an exit code. Everything must be closed."""
     sys.stdout.flush()
     sys.stderr.flush()
-    # Skip interpreter shutdown: with torch's threads it is slow and may abort. Everything is closed by now.
+    # Skip interpreter shutdown: with torch's threads it is slow and may abort.
     os._exit(code)

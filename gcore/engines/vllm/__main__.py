@@ -14,9 +14,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from gcore.engines.launch import VllmLaunch
+    from gcore.worker.control import ControlLine
 
 PACKAGE = Path(__file__).resolve().parents[2]
-INTERRUPTED_EXIT = 130
 
 
 class PackageFinder:
@@ -37,45 +41,20 @@ class PackageFinder:
 sys.meta_path.append(PackageFinder)
 
 
-def main() -> int:
-    """Parse the launch document or the command line, serve, and return the exit code."""
-    from gcore.engines.launch import check_folder, parse_vllm_arguments, parse_vllm_launch
+def run() -> None:
+    """Serve until stopped, and end the process."""
+    from gcore.engines.launch import end_process, parse_vllm_arguments, parse_vllm_launch, serve_launch
     from gcore.engines.vllm.command import ENVIRONMENT
-    from gcore.errors import GcoreError
-    from gcore.system.daemon import set_up_logging
-    from gcore.system.process import thread_environment
-    from gcore.worker.control import ControlLine
 
     os.environ.update(ENVIRONMENT)
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    control = ControlLine.inherit()
-    set_up_logging(level="WARNING")
-    try:
-        launch = parse_vllm_arguments(sys.argv[1:]) if control is None else parse_vllm_launch(control.launch)
-        check_folder(launch.model)
-        for name, value in thread_environment(launch.threads).items():
-            os.environ.setdefault(name, value)
-        from gcore.engines.torch.server import serve_engine
-        from gcore.engines.vllm.model import start_vllm
-
-        serve_engine(launch, control, start_vllm)
-    except GcoreError as error:
-        print(error, file=sys.stderr, flush=True)  # noqa: T201
-        if control is not None:
-            control.send("failed", reason=str(error))
-        return error.exit_code
-    except KeyboardInterrupt:
-        return INTERRUPTED_EXIT
-    return 0
+    end_process(serve_launch(parse_vllm_arguments, parse_vllm_launch, _serve))
 
 
-def run() -> None:
-    """Run `main` and end the process with its exit code."""
-    code = main()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # Skip interpreter shutdown: with torch's threads it is slow and may abort. Everything is closed by now.
-    os._exit(code)
+def _serve(launch: VllmLaunch, control: ControlLine | None) -> None:
+    from gcore.engines.torch.server import serve_engine
+    from gcore.engines.vllm.model import start_vllm
+
+    serve_engine(launch, control, start_vllm)
 
 
 if __name__ == "__main__":

@@ -548,7 +548,7 @@ def rank_process(folder: Path, rank: int, size: int) -> None:
         cut = work.seal.model_copy(update={"parts": parts, "ready_parts": len(parts)})
         work = dataclasses.replace(work, seal=cut, layout=balance_samples(cut))
         one = trainer(name, spec(folder, of, stage, stream=True, sequence_parallel=group.size, **more))
-        begun = max(0, before - rank)  # not every rank was told of each before the whole
+        begun = max(0, before - rank)  # some ranks get a part only with the whole step
         for part in list(remaining_parts(work))[:begun]:
             one.accumulate(part, lambda phase: None)
         result = one.run(dataclasses.replace(work, begun=begun), lambda phase: None)

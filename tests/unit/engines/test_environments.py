@@ -66,3 +66,12 @@ def test_a_version_that_is_not_supported_is_refused_with_the_one_to_install(tmp_
     with pytest.raises(UsageError, match=r"vLLM 0\.33\.0 .* supports only 0\.32\.\*.*vllm==0\.32\.0"):
         VLLM.find(newer, environ={})
     assert SGLANG.find(make_environment(tmp_path / "other", SGLANG, "0.6.0"), environ={})  # doctor warns
+
+
+def test_an_old_environment_in_the_folders_own_place_does_not_stop_commands_that_need_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_environment(tmp_path / VLLM.folder, VLLM, "0.31.0")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("gcore.engines.environments.__file__", str(tmp_path / "a" / "b" / "c" / "d.py"))
+    assert VLLM.find(environ={}) is None
