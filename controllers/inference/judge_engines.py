@@ -2,7 +2,9 @@
 
 Every controller sends requests to every judge engine, because the weights of judges never change.
 
-Each judge has one pool (`controllers.inference.pool`). A request goes to the least busy engine. If an engine does not
+Each judge has one pool (`controllers.inference.pool`). The pool of a judge that is an adapter of the policy's model has
+the policy's engines: it sends requests that name the adapter, and leaves weights, sleep and wake to the policy's pool.
+ A request goes to the least busy engine. If an engine does not
 respond, its requests go to another engine. If it is not known whether an engine serves, the controller asks it before
 it uses the engine again. The plan says which engines run where and which sleep. Only the controller of an engine's node
 puts it to sleep and wakes it; the others poll to find out that it is awake.
@@ -18,7 +20,7 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import ceil
 from pathlib import Path
@@ -197,14 +199,21 @@ class JudgePool(EnginePool):
     ) -> None:
         """`uid`: the job. `me`: this run of the controller, which makes request names unique, because all controllers
         send requests to these engines."""
-        assert judge.model is not None
         patience = HealthLimits(spec.rollout.silent_s, spec.rollout.watchdog_s, judge.timeout_s)
+        self._beside_policy = judge.adapter is not None
         super().__init__(
-            changes, judge.timeout_s, connect, clock=clock, patience=patience, metrics=metrics, pool="reward"
+            changes,
+            judge.timeout_s,
+            connect,
+            clock=clock,
+            patience=patience,
+            metrics=metrics,
+            pool="rollout" if self._beside_policy else "reward",
         )
         self._uid = uid
         self._judge = judge
-        self._folder = Path(judge.model.path)
+        self._folder = Path(spec.judge_model(judge).path)
+        self._batch_slots = spec.rollout.batch_slots if self._beside_policy else judge.serving.batch_slots
         self._asking: dict[str, asyncio.Task[None]] = {}
         """By instance: tasks that ask an engine for its weights."""
         self._next: dict[str, float] = {}
@@ -213,7 +222,8 @@ class JudgePool(EnginePool):
 
     async def aim(self, workers: Mapping[str, WorkerRecord]) -> None:
         """Set the present workers of the cluster. Those that serve this judge receive requests from now on."""
-        wanted = ("reward", self._uid, self._judge.name, "serving")
+        role, engine = ("rollout", "") if self._beside_policy else ("reward", self._judge.name)
+        wanted = (role, self._uid, engine, "serving")
         await super().aim(
             {name: one for name, one in workers.items() if (one.role, one.job_uid, one.judge, one.state) == wanted}
         )
@@ -234,7 +244,7 @@ class JudgePool(EnginePool):
         `controllers`: number of controllers that use the engines; each may use an equal part of an engine's capacity.
         """
         now = self._clock.monotonic()
-        self.rows = ceil(self._judge.serving.batch_slots / max(controllers, 1))
+        self.rows = ceil(self._batch_slots / max(controllers, 1))
         super().look_after()
         for instance, view in self.views.items():
             if instance in self._shut:
@@ -252,13 +262,26 @@ class JudgePool(EnginePool):
     async def _settle(self, instance: str) -> None:
         """Make sure that an engine has its weights, so that requests can be sent to it; on failure set the next try."""
         try:
-            await self.publish(instance, FIRST_WEIGHTS, self._folder)
+            if self._beside_policy:
+                await self._find_awake(instance)
+            else:
+                await self.publish(instance, FIRST_WEIGHTS, self._folder)
             self._next.pop(instance, None)
         except EngineError as error:
             log.debug("%s: %s", instance, error)
             view = self.views.get(instance)
             again = WOKEN_S if view is not None and view.asleep else JUDGE_RETRY_S
             self._next[instance] = self._clock.monotonic() + again
+
+    async def _find_awake(self, instance: str) -> None:
+        """Make sure that an engine of the policy is awake, whatever weights of the policy it serves: a judge's adapter
+        never changes. Raises EngineError."""
+        connection = self._connection_of(instance)
+        with self._note_trouble(connection):
+            if await connection.client.served() is None:
+                raise EngineError(f"engine {instance} has no weights yet", fix="The question waits, or goes elsewhere")
+        connection.view = replace(connection.view, version=FIRST_WEIGHTS, asleep=False)
+        self._changes.notify()
 
     async def close(self) -> None:
         """Close all connections."""
@@ -295,6 +318,7 @@ class GenerativeJudgeClient:
             max_new_tokens=judge.max_new_tokens,
             top_p=judge.top_p,
             stop=judge.stop,
+            adapter=None if judge.adapter is None else judge.name,
         )
 
     async def __call__(self, question: str, seeds: Sequence[int]) -> tuple[Answer, ...]:

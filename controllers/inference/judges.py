@@ -25,7 +25,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from controllers.inference.judge_engines import JudgePool
-from gcore.config.reward import JudgeSpec
+from gcore.config.reward import JudgeModel, JudgeSpec
 from gcore.config.spec import JobSpec, training_sources
 from gcore.data.renderer import PromptRenderer
 from gcore.errors import DataError, StoreUnavailable
@@ -410,7 +410,7 @@ def open_judges(
     return {
         judge.name: Judge.of(
             judge,
-            _opened(number, judge, engines, counts, external),
+            _opened(number, judge, spec.judge_model(judge), engines, counts, external),
             counts,
             clock,
             where=f"judges.{number}",
@@ -419,14 +419,11 @@ def open_judges(
     }
 
 
-def judge_renderer(number: int, judge: JudgeSpec) -> PromptRenderer:
+def judge_renderer(number: int, judge: JudgeSpec, folder: Path) -> PromptRenderer:
     """Load the renderer that turns questions into tokens for judge number `number` of the spec, which the cluster
-    serves. Blocks. Raises DataError."""
-    assert judge.model is not None
+    serves. `folder`: of its model. Blocks. Raises DataError."""
     with blame_judge(number, judge):
-        return PromptRenderer.load(
-            Path(judge.model.path), chat=judge.chat, system=judge.system, variables=judge.template_variables
-        )
+        return PromptRenderer.load(folder, chat=judge.chat, system=judge.system, variables=judge.template_variables)
 
 
 @contextmanager
@@ -450,26 +447,19 @@ def _own(number: int, text: str) -> str:
 def _opened(
     number: int,
     judge: JudgeSpec,
+    model: JudgeModel,
     engines: Mapping[str, JudgePool],
     counts: JudgeMetricsObserver,
     external: ExternalJudges | None,
 ) -> ChatCall | ScoreCall:
-    if judge.kind == "classifier":
-        assert judge.model is not None
-        renderer = judge_renderer(number, judge)
-        valuer = engines[judge.name].valuer(renderer, judge.model.max_length or renderer.max_length)
-        return CountingScoreCall(valuer, judge.name, counts)
-    return CountingChatCall(_asker(number, judge, engines, external), judge.name, counts)
-
-
-def _asker(
-    number: int, judge: JudgeSpec, engines: Mapping[str, JudgePool], external: ExternalJudges | None
-) -> ChatCall:
-    if judge.model is None:
+    if judge.external is not None:
         assert external is not None
-        return external.asker(number, judge)
-    renderer = judge_renderer(number, judge)
-    return engines[judge.name].asker(renderer, judge.model.max_length or renderer.max_length)
+        return CountingChatCall(external.asker(number, judge), judge.name, counts)
+    renderer = judge_renderer(number, judge, Path(model.path))
+    limit, pool = model.max_length or renderer.max_length, engines[judge.name]
+    if judge.kind == "classifier":
+        return CountingScoreCall(pool.valuer(renderer, limit), judge.name, counts)
+    return CountingChatCall(pool.asker(renderer, limit), judge.name, counts)
 
 
 class CountingChatCall:

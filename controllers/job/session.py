@@ -264,7 +264,8 @@ class JobSession(LiveJob):
             judge.name: JudgePool(
                 spec, judge, self.uid, self.me, self.changes, clock, metrics, dependencies.connect_engine
             )
-            for judge in spec.served_judges
+            for judge in spec.judges
+            if judge.external is None
         }
         self.pools: dict[str, EnginePool] = {"": self.engines, **self.judges}
         """All engine pools by judge; the key of the policy's pool is empty."""
@@ -499,7 +500,9 @@ class JobSession(LiveJob):
             workers=cluster.workers,
             ranks=dependencies.ranks.views,
             engines=self.engines.views,
-            judges={name: view for judge in self.judges.values() for name, view in judge.views.items()},
+            judges={
+                name: view for judge in self.spec.served_judges for name, view in self.judges[judge.name].views.items()
+            },
             holdings=self.buffer.offers,
             outcomes=self.buffer.outcomes,
             in_flight=self.buffer.in_flight.versions(head.record) if head is not None else {},

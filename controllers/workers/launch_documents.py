@@ -77,6 +77,8 @@ def engine_document(spec: JobSpec, place: EnginePlace, config: NodeConfig) -> La
     }
     if serving.engine in ("torch", "hf"):
         document |= {"kind": "engine", "deterministic": spec.rollout.deterministic}
+        if judge is None and spec.judge_adapters:
+            document["adapters"] = spec.judge_adapters
         command = ENGINE_COMMANDS[serving.engine]
     else:
         environment = ENVIRONMENTS[serving.engine]

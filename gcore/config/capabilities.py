@@ -31,6 +31,7 @@ class EngineCapabilities:
     sleep: str = _row("releases its memory and restores it (sleep)")
     classifiers: bool = _row("serves classifiers as judges")
     adapters: bool = _row("loads adapters alone (`train.lora.publish: adapter`)")
+    judge_adapters: bool = _row("serves judges that are adapters of the policy's model (`judges[].adapter`)")
     pictures: bool = _row("pictures in prompts")
 
 
@@ -64,6 +65,7 @@ ENGINES: Mapping[str, EngineCapabilities] = {
         sleep="CPU and GPU",
         classifiers=True,
         adapters=True,
+        judge_adapters=True,
         pictures=False,
     ),
     "sglang": EngineCapabilities(
@@ -79,6 +81,7 @@ ENGINES: Mapping[str, EngineCapabilities] = {
         sleep="GPU",
         classifiers=True,
         adapters=False,
+        judge_adapters=False,
         pictures=False,
     ),
     "vllm": EngineCapabilities(
@@ -94,6 +97,7 @@ ENGINES: Mapping[str, EngineCapabilities] = {
         sleep="GPU (unproved)",
         classifiers=False,
         adapters=True,
+        judge_adapters=False,
         pictures=False,
     ),
     "hf": EngineCapabilities(
@@ -109,6 +113,7 @@ ENGINES: Mapping[str, EngineCapabilities] = {
         sleep="CPU and GPU",
         classifiers=False,
         adapters=True,
+        judge_adapters=False,
         pictures=False,
     ),
 }

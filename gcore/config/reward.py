@@ -379,7 +379,8 @@ class Fallback(Section):
 
 
 class JudgeSpec(Section):
-    """A model that scores responses. The cluster serves it (`model`), or it is outside the cluster (`external`)."""
+    """A model that scores responses. The cluster serves it (`model`, or an `adapter` of the policy's model), or it is
+    outside the cluster (`external`)."""
 
     name: JudgeName = Field(description="Name of the judge in rewards, metrics and views")
     kind: Literal["generative", "classifier"] = Field(
@@ -388,6 +389,12 @@ class JudgeSpec(Section):
         "one number",
     )
     model: JudgeModel | None = Field(None, description="The model, if the cluster serves the judge")
+    adapter: FilePath | None = Field(
+        None,
+        exclude_if=is_unset,
+        description="Folder of a PEFT adapter (LoRA) of the policy's model, relative to the spec's folder. The policy's own engines serve "
+        "it beside the policy. Needs train.lora with publish: adapter",
+    )
     serving: JudgeServing = Field(JudgeServing(), description="The engines that serve the judge")
     external: ExternalJudge | None = Field(None, description="The API of a judge outside the cluster")
     mode: Literal["pointwise", "pairwise"] = Field(
@@ -446,19 +453,23 @@ class JudgeSpec(Section):
 
     @model_validator(mode="after")
     def _check_fields(self) -> JudgeSpec:
-        if (self.model is None) == (self.external is None):
-            both = "both are set" if self.model is not None else "neither is set"
-            raise ValueError(f"a judge needs either model or external, but {both}")
+        named = [name for name in ("model", "adapter", "external") if getattr(self, name) is not None]
+        if len(named) != 1:
+            found = f"{' and '.join(named)} are set" if named else "none is set"
+            raise ValueError(f"a judge needs either model, adapter or external, but {found}")
         if (self.template is None) == (self.template_file is None):
             both = "both are set" if self.template is not None else "neither is set"
             raise ValueError(f"a judge needs either template or template_file, but {both}")
-        if self.external is not None and self.serving != JudgeServing():
-            raise ValueError(
-                "serving needs a judge with a model, and an external judge has its own engines; leave serving out"
+        if self.model is None and self.serving != JudgeServing():
+            owner = (
+                "an external judge has its own engines"
+                if self.adapter is None
+                else "the policy's engines serve adapters"
             )
+            raise ValueError(f"serving needs a judge with a model, and {owner}; leave serving out")
         if self.system is not None and not (self.chat or self.external is not None):
             raise ValueError("system needs a chat template or an external judge; set chat: true, or leave system out")
-        if self.template_variables and not (self.chat and self.model is not None):
+        if self.template_variables and not (self.chat and self.external is None):
             raise ValueError("template_variables need a chat template: set model and chat: true, or leave them out")
         if 0 < self.temperature < 1e-6:
             raise ValueError(f"temperature {self.temperature} must be 0 (greedy) or at least 1e-06")
@@ -479,8 +490,10 @@ class JudgeSpec(Section):
         return self
 
     def _refuse_for_classifier(self) -> None:
-        if self.external is not None:
-            raise ValueError("kind: classifier needs a model; an external judge must be generative")
+        if self.model is None:
+            raise ValueError(
+                f"kind: classifier needs a model; {'an external judge' if self.adapter is None else 'an adapter'} must be generative"
+            )
         settings = {"kind: classifier": ("classifiers", True)}
         for why in lacking(ENGINES, "serving.engine", self.serving.engine, settings):
             raise ValueError(why)

@@ -27,7 +27,7 @@ from gcore.config.data import (
     SourcesSection,
 )
 from gcore.config.placement import PlacementSpec, SchedulingSpec
-from gcore.config.reward import MOST_JUDGES, JudgeSpec, RewardPart, RewardSpec, ScoringSpec
+from gcore.config.reward import MOST_JUDGES, JudgeModel, JudgeSpec, RewardPart, RewardSpec, ScoringSpec
 from gcore.config.rollout import AgentSpec, EnvironmentSpec, RolloutSpec
 from gcore.config.train import FilterSpec, FlowSpec, TrainSpec, is_stored
 from gcore.config.validation import (
@@ -40,6 +40,7 @@ from gcore.config.validation import (
     check_environment,
     check_flow,
     check_groups,
+    check_judge_adapters,
     check_judges,
     check_pairs,
     check_placement,
@@ -214,8 +215,19 @@ class JobSpec(Section):
 
     @property
     def served_judges(self) -> list[JudgeSpec]:
-        """Judges whose model the cluster serves, without external judges."""
+        """Judges that have engines of their own: neither external judges nor adapters of the policy's model."""
         return [judge for judge in self.judges if judge.model is not None]
+
+    def judge_model(self, judge: JudgeSpec) -> JudgeModel:
+        """The model that serves a judge of the cluster: its own, or the policy's."""
+        policy = self.model
+        own = JudgeModel(path=policy.path, trust_remote_code=policy.trust_remote_code, max_length=policy.max_length)
+        return judge.model or own
+
+    @property
+    def judge_adapters(self) -> dict[str, str]:
+        """By judge: the folder of its adapter, which the policy's engines serve."""
+        return {judge.name: judge.adapter for judge in self.judges if judge.adapter is not None}
 
     @property
     def best_metric(self) -> str | None:
@@ -321,6 +333,7 @@ _RULES: tuple[Callable[[JobSpec], Iterator[str]], ...] = (
     lambda s: check_flow(s.flow, s.train),  # before check_groups, whose advice (two samples) would not solve it
     lambda s: check_groups(s.flow, s.train),
     lambda s: check_published_adapters(s.rollout, s.train),
+    lambda s: check_judge_adapters(list(s.judge_adapters), s.rollout, s.train),
     lambda s: check_correction(s.rollout.correction, s.train),
     lambda s: check_stale(s.rollout, s.train),
     lambda s: check_streamed(s.rollout, s.train, s.flow.groups_per_step),

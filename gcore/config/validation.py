@@ -48,6 +48,19 @@ def check_flow(flow: FlowSpec, train: TrainSpec) -> Iterator[str]:
         yield f"train.advantage 'remax' needs a baseline, which flow {flow.name!r} does not provide; set flow.name: remax"
 
 
+def check_judge_adapters(judges: Sequence[str], rollout: RolloutSpec, train: TrainSpec) -> Iterator[str]:
+    """Check that the policy's engines can serve the adapters of these judges, and that their base does not change."""
+    if not judges:
+        return
+    setting = {f"the adapter of judge {judges[0]!r}": ("judge_adapters", True)}
+    yield from lacking(ENGINES, "rollout.engine", rollout.engine, setting)
+    if train.lora is None or train.lora.publish != "adapter":
+        yield (
+            f"judge {judges[0]!r} is an adapter of the policy's model, but training changes the weights that engines serve; set "
+            "train.lora with publish: adapter, or give the judge a model"
+        )
+
+
 def check_published_adapters(rollout: RolloutSpec, train: TrainSpec) -> Iterator[str]:
     """Check that the engine loads adapters alone if the job publishes them alone."""
     alone = train.lora is not None and train.lora.publish == "adapter"

@@ -21,11 +21,8 @@ from gcore.errors import DataError
 from gcore.models.checks import weight_files
 from gcore.models.dtypes import CODES, FLOATS, model_dtype
 from gcore.models.hubs import ADAPTER_CONFIG
-from gcore.models.layout import ADAPTER_FILE, TensorShape, file_entry
+from gcore.models.layout import ADAPTER_FILE, ADAPTER_PREFIX, TensorShape, file_entry
 from gcore.models.publisher import NamedTensor
-
-_PREFIX = "base_model.model."
-"""What PEFT puts before the names of a model's modules in its files."""
 
 _OWN = ".default."
 """What stands before the last part of an adapter's name in a module, but not in a file."""
@@ -33,7 +30,7 @@ _OWN = ".default."
 
 def stored_name(name: str) -> str:
     """The name of a module's parameter in a file; only the parameters of adapters have another one there."""
-    return f"{_PREFIX}{name.replace(_OWN, '.')}" if ".lora_" in name else name
+    return f"{ADAPTER_PREFIX}{name.replace(_OWN, '.')}" if ".lora_" in name else name
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +106,7 @@ def merged_tensors(
     """
     left = {name for name in adapters if name.endswith(".lora_A.weight")}
     for one in stored_tensors(base):
-        down = f"{_PREFIX}{one.name.removesuffix('.weight')}.lora_A.weight"
+        down = f"{ADAPTER_PREFIX}{one.name.removesuffix('.weight')}.lora_A.weight"
         if down not in adapters:
             yield NamedTensor(one.name, one.tensor.to(dtype) if one.tensor.is_floating_point() else one.tensor)
             continue

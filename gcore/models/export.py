@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
 from gcore.errors import DataError, UsageError
+from gcore.models.checks import check_same_base
 from gcore.models.hubs import ADAPTER_CONFIG
 from gcore.models.layout import (
     ADAPTER_FILE,
@@ -18,7 +18,6 @@ from gcore.models.layout import (
     CheckpointDamaged,
     TensorsFile,
     companion_files,
-    file_entry,
     manifest_digest,
     verify_checkpoint,
 )
@@ -85,22 +84,9 @@ def _write_merged(checkpoint: Path, base: Path | None, path: Path) -> None:
 
     config = AdapterConfig.read(checkpoint)
     folder = Path(config.base) if base is None else base
-    _check_base(folder, checkpoint)
+    check_same_base(folder, checkpoint, "Name the base model with --base, or export the adapter alone with --adapter")
     dtype, shapes = model_dtype(checkpoint), stored_shapes(folder)
     scale = config.alpha / config.rank
     with TensorsFile(path, served_shapes(shapes, dtype), hashed=False) as file:
         for one in merged_tensors(folder, read_adapters(checkpoint), scale, dtype):
             file.write(one.name, tensor_bytes(one.tensor))
-
-
-def _check_base(folder: Path, checkpoint: Path) -> None:
-    fix = "Name the base model with --base, or export the adapter alone with --adapter"
-    if not (folder / "config.json").is_file():
-        raise DataError("the adapter's base model is not here", where=str(folder), fix=fix)
-    try:
-        expected = json.loads((checkpoint / BASE_FILE).read_bytes())
-        for name, digest in expected.items():
-            if file_entry(folder / name).sha256 != digest:
-                raise DataError("the file is not that of the adapter's base model", where=str(folder / name), fix=fix)
-    except (OSError, ValueError, AttributeError) as error:
-        raise DataError(f"cannot compare the adapter's base model ({error})", where=str(folder), fix=fix) from error

@@ -44,6 +44,8 @@ MANIFEST_FILE = "manifest.json"
 ADAPTER_FILE = "adapter_model.safetensors"
 """The weights of a checkpoint that has only adapters (LoRA), as PEFT names the file; it has no `MODEL_FILE`."""
 
+ADAPTER_PREFIX = "base_model.model."
+"""What PEFT puts before the names of a model's modules in its files."""
 BASE_FILE = "base_model.json"
 """A file beside adapters with the digests of the base model's weights."""
 

@@ -327,6 +327,8 @@ def spec_paths(spec: JobSpec) -> Iterator[NamedPath]:
     for number, judge in enumerate(spec.judges):
         if judge.model is not None:
             yield NamedPath(f"judges.{number}.model.path", judge.model.path, PathUse.MODEL)
+        if judge.adapter is not None:
+            yield NamedPath(f"judges.{number}.adapter", judge.adapter)
         if judge.template_file is not None:
             yield NamedPath(f"judges.{number}.template_file", judge.template_file)
     for section, origin in (("data", spec.data), ("eval", spec.eval)):

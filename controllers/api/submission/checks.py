@@ -37,7 +37,7 @@ from gcore.flows.filters import find_filters, try_filters
 from gcore.ledger.records.cluster import ModelConfigs, attention_equals_at
 from gcore.ledger.records.job import NodeRecord
 from gcore.ledger.selection import MOST_BYTES, cursor_bytes, offer_bytes, seal_bytes
-from gcore.models.checks import check_adapters, check_classifier, check_critic, check_whole, read_config
+from gcore.models.checks import check_adapter, check_adapters, check_classifier, check_critic, check_whole, read_config
 from gcore.models.hubs import hub_model
 from gcore.models.resolve import ResolvedModel, resolve_model
 from gcore.observability.tracking import check_trackers
@@ -133,6 +133,12 @@ def check_served_judges(spec: JobSpec, nodes: Sequence[NodeRecord]) -> None:
     """Check that every node has slots that can serve the judges. Raises SpecError."""
     classifiers = [judge.name for judge in spec.served_judges if judge.kind == "classifier"]
     emulated = sorted(node.name for node in nodes if any(map(is_emulated, node.slots)))
+    if spec.judge_adapters and emulated:
+        raise SpecError(
+            f"judge {min(spec.judge_adapters)!r} is an adapter, which the emulated slots of {', '.join(emulated)} do not serve",
+            where="judges",
+            fix="Give the judge a model on emulated slots",
+        )
     if classifiers and emulated:
         raise SpecError(
             f"judge {classifiers[0]!r} is a classifier, and the emulated slots of {', '.join(emulated)} serve only generative judges",
@@ -193,7 +199,7 @@ def local_warning(spec: JobSpec) -> str | None:
 @dataclass(frozen=True)
 class CheckedJudge:
     """A judge whose settings were checked, with the small files of its model (tokenizer, configuration). `model` None:
-    an external judge."""
+    it has no model of its own."""
 
     number: int
     spec: JudgeSpec
@@ -209,9 +215,10 @@ class CheckedJudge:
             question = self.question.between(prompt, "", "") if pairwise else self.question.about(prompt, "")
         except JudgeError as error:
             raise SpecError(error.what, where=where, fix=error.fix) from error
-        if self.renderer is None or self.spec.model is None:
+        if self.renderer is None:
             return
-        given, own = self.spec.model.max_length, self.renderer.max_length
+        given = None if self.spec.model is None else self.spec.model.max_length
+        own = self.renderer.max_length
         # SGLang derives its context limit from more of the model's configuration and checks it itself.
         if given is not None and own is not None and given > own and self.spec.serving.engine != "sglang":
             raise SpecError(
@@ -219,7 +226,7 @@ class CheckedJudge:
                 where=f"judges.{self.number}.model.max_length",
                 fix="Leave it out, or lower it",
             )
-        limit = self.spec.model.max_length or self.renderer.max_length
+        limit = given or own
         try:
             tokens = len(self.renderer.encode(self.renderer.render(question)))
         except DataError as error:
@@ -280,25 +287,32 @@ async def _try_objectives(train: TrainSpec) -> None:
 
 def check_judges(spec: JobSpec) -> Mapping[str, CheckedJudge]:
     """Check every judge of the spec; return them by name. Blocks. Raises SpecError, ModelError, DataError."""
-    return {judge.name: _check_judge(number, judge) for number, judge in enumerate(spec.judges)}
+    return {judge.name: _check_judge(number, judge, spec) for number, judge in enumerate(spec.judges)}
 
 
-def _check_judge(number: int, judge: JudgeSpec) -> CheckedJudge:
+def _check_judge(number: int, judge: JudgeSpec, spec: JobSpec) -> CheckedJudge:
     where = f"judges.{number}"
     question = Question.compile(judge, where)
     find_parser(judge.verdict.parser, f"{where}.verdict.parser")
     check_arguments(judge.serving.engine, judge.serving.engine_args)
-    if judge.model is None:
+    if judge.external is not None:
         new_client(judge, judge_key(judge, os.environ, where))
         return CheckedJudge(number, judge, question)
+    if judge.adapter is not None:
+        base = resolve_model(spec.model.path, trust_remote_code=spec.model.trust_remote_code, weights=False).folder
+        if hub_model(spec.model.path) is None and base.is_dir():
+            with blame_judge(number, judge):
+                check_adapter(Path(judge.adapter), base)
+        return replace(CheckedJudge(number, judge, question), renderer=judge_renderer(number, judge, base))
+    assert judge.model is not None
     with blame_judge(number, judge):
         model = resolve_model(judge.model.path, trust_remote_code=judge.model.trust_remote_code, weights=False)
         if hub_model(judge.model.path) is None and model.folder.is_dir():
             check_whole(model.folder)
         if judge.kind == "classifier":
             check_classifier(read_config(model.folder), where=str(model.folder))
-    here = judge.model_copy(update={"model": judge.model.model_copy(update={"path": str(model.folder)})})
-    return replace(CheckedJudge(number, judge, question), model=model, renderer=judge_renderer(number, here))
+    renderer = judge_renderer(number, judge, model.folder)
+    return replace(CheckedJudge(number, judge, question), model=model, renderer=renderer)
 
 
 def judge_revisions(judges: Mapping[str, CheckedJudge]) -> dict[str, str]:
