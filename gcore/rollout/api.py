@@ -21,7 +21,8 @@ PauseMode = Literal["abort", "retract", "in_place"]
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """Sampling parameters. `temperature` 0 is greedy; `top_k` None keeps the whole vocabulary."""
+    """Sampling parameters. `temperature` 0 is greedy; `top_k` None keeps the whole vocabulary. `adapter`: name of the
+    adapter that the engine adds to its model; None: the policy."""
 
     temperature: float
     max_new_tokens: int
@@ -31,6 +32,7 @@ class SamplingParams:
     min_new_tokens: int = 0
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
+    adapter: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -235,6 +235,8 @@ class EngineClient:
             "logprob_start_len": -1,
             "stream": False,
         }
+        if any(one.adapter is not None for one in each):
+            body["lora_path"] = [one.adapter for one in each]
         async with self._turns:
             if growing is None:
                 answers = await self._parsed(await self._call("POST", "/generate", body))

@@ -60,3 +60,36 @@ def test_a_setting_beyond_a_capability_names_what_has_it(section: str, fields: d
         tree |= {"train": {"lora": {"publish": "adapter"}}}
     with pytest.raises(SpecError, match=said):
         parse_spec(tree | {section: [fields] if section == "judges" else tree.get(section, {}) | fields})
+
+
+def judged(**changes: Any) -> dict[str, Any]:
+    judge = {"name": "tutor", "adapter": "grades", "template": "{{ response }}"}
+    tree = {
+        "name": "t",
+        "model": {"path": "m"},
+        "data": {"path": "d"},
+        "flow": {"steps": 1},
+        "rollout": {"max_new_tokens": 4},
+    }
+    tree |= {"judges": [judge], "reward": {"judge": "tutor"}, "train": {"lora": {"publish": "adapter"}}}
+    return tree | changes
+
+
+def test_an_adapter_may_judge_beside_a_policy_of_adapters() -> None:
+    assert parse_spec(judged()).judge_adapters == {"tutor": "grades"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        pytest.param({"train": {}}, "train.lora with publish: adapter", id="whole-policy"),
+        pytest.param({"train": {"lora": {}}}, "train.lora with publish: adapter", id="merged"),
+        pytest.param(
+            {"rollout": {"engine": "vllm", "max_new_tokens": 4}}, "needs rollout.engine: torch, not vllm", id="vllm"
+        ),
+    ],
+)
+def test_an_adapter_that_cannot_judge_is_refused(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(SpecError) as error:
+        parse_spec(judged(**changes))
+    assert said in str(error.value)

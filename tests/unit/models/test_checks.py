@@ -16,7 +16,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from gcore.errors import DataError
 from gcore.models.checks import (
+    check_adapter,
     check_code,
     check_critic,
     check_weights,
@@ -217,3 +219,68 @@ def test_code_that_comes_with_it_does_not_run_unasked(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"modeling\.py"):
         check_critic(str(folder), trust_remote_code=False)
     check_critic(str(folder), trust_remote_code=True)
+
+
+MATRIX = "model.layers.0.self_attn.q_proj"
+
+
+def write_adapter(folder: Path, *, rank: int = 2, layer: str = MATRIX, width: int = 4, **settings: Any) -> Path:
+    folder.mkdir()
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 4, "target_modules": ["q_proj"]} | settings
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    name = f"base_model.model.{layer}"
+    matrices = {
+        f"{name}.lora_A.weight": np.zeros((2, width), np.float32),
+        f"{name}.lora_B.weight": np.zeros((6, 2), np.float32),
+    }
+    save_file(matrices, folder / "adapter_model.safetensors")
+    return folder
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    folder = tmp_path / "base"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    save_file({f"{MATRIX}.weight": np.zeros((6, 4), np.float32)}, folder / "model.safetensors")
+    return folder
+
+
+def test_an_adapter_that_fits_its_model_is_accepted(tmp_path: Path, base: Path) -> None:
+    check_adapter(write_adapter(tmp_path / "fits"), base)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        pytest.param({"width": 5}, "whose matrix is [6, 4]", id="wrong-width"),
+        pytest.param({"rank": 3}, "rank 3", id="rank-of-the-configuration"),
+        pytest.param({"layer": "model.layers.9.q_proj"}, "which the model does not have", id="unknown-layer"),
+        pytest.param({"use_dora": True}, "use_dora", id="dora"),
+        pytest.param({"rank_pattern": {"q_proj": 4}}, "rank_pattern", id="several-ranks"),
+        pytest.param({"peft_type": "IA3"}, "peft_type", id="another-kind"),
+        pytest.param({"lora_alpha": None}, "configuration", id="no-alpha"),
+    ],
+)
+def test_an_adapter_that_cannot_be_served_is_refused(
+    tmp_path: Path, base: Path, settings: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(DataError) as error:
+        check_adapter(write_adapter(tmp_path / "strange", **settings), base)
+    assert said in str(error.value)
+
+
+def test_an_adapter_of_another_base_with_equal_shapes_is_refused(tmp_path: Path, base: Path) -> None:
+    folder = write_adapter(tmp_path / "adapter")
+    (folder / "base_model.json").write_text(json.dumps({"model.safetensors": "0" * 64}))
+    with pytest.raises(DataError, match="not that of the adapter's base"):
+        check_adapter(folder, base)
+
+
+def test_a_folder_without_an_adapter_is_refused(tmp_path: Path, base: Path) -> None:
+    with pytest.raises(DataError, match="configuration"):
+        check_adapter(base, base)
+    folder = write_adapter(tmp_path / "adapter")
+    (folder / "adapter_model.safetensors").unlink()
+    with pytest.raises(DataError, match="weights"):
+        check_adapter(folder, base)

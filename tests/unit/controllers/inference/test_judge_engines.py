@@ -67,6 +67,8 @@ class Engine:
         self.is_away = False
         self.failure: httpx.TransportError = httpx.ConnectError("nobody")
         self.serves = "0.0"
+        self.made: str | None = None
+        """The version that its answers name, if it is another one."""
         self.reason: dict[str, Any] = {"type": "stop"}
 
     async def answer(self, request: httpx.Request) -> httpx.Response:
@@ -80,7 +82,7 @@ class Engine:
         body = json.loads(request.content)
         self.asked.append(body)
         token = 3 if body["input_ids"][0][-2] == 0 else 4
-        meta = {"finish_reason": self.reason, "weight_version": self.serves, "completion_tokens": 1}
+        meta = {"finish_reason": self.reason, "weight_version": self.made or self.serves, "completion_tokens": 1}
         one = {
             "text": WORDS[token],
             "output_ids": [token],
@@ -170,6 +172,44 @@ async def test_workers_that_serve_something_else_are_not_asked(spec: JobSpec) ->
     await court.book.close()
 
 
+@pytest.fixture
+def adapter_spec(spec: JobSpec) -> JobSpec:
+    tree = spec.model_dump(exclude_unset=True, mode="json")
+    tree["model"] = {"path": tree["judges"][0].pop("model")["path"]}
+    tree["judges"][0]["adapter"] = "grades"
+    return parse_spec(tree | {"train": {"lora": {"publish": "adapter"}}})
+
+
+async def test_engines_of_the_policy_answer_for_an_adapter_whatever_weights_they_serve(adapter_spec: JobSpec) -> None:
+    court = Court(adapter_spec, "a")
+    engine, policy = court.engines["a"], {"role": "rollout", "judge": ""}
+    for more in ({}, policy | {"job_uid": "v"}, policy | {"state": "starting"}):
+        await court.book.aim({"a": worker("a", **more)})
+        assert court.book.views == {}, more
+    await court.book.aim({"a": worker("a", **policy)})
+    engine.serves = "0.7"
+    await court.look()
+    assert court.serving == 1
+    engine.made = "0.0"
+    assert (await court.value("1"), await court.value("2")) == (1.0, 0.0)
+    assert engine.asked[0]["lora_path"] == ["tutor"]
+    assert not [path for path in engine.paths if "weight" in path], "the policy's pool alone changes weights"
+    await court.book.close()
+
+
+async def test_a_question_to_an_adapter_waits_until_an_engine_is_awake(adapter_spec: JobSpec) -> None:
+    court = Court(adapter_spec, "a")
+    court.engines["a"].serves = "asleep"
+    await court.book.aim({"a": worker("a", role="rollout", judge="")})
+    await court.look()
+    assert court.serving == 0
+    court.engines["a"].serves, court.engines["a"].made = "0.1", "0.0"
+    await court.clock.advance(JUDGE_RETRY_S)
+    await court.look()
+    assert await court.value("1") == 1.0
+    await court.book.close()
+
+
 async def test_a_question_goes_to_another_engine_when_its_own_is_lost(spec: JobSpec) -> None:
     court = Court(spec, "a", "b")
     await court.meet()
@@ -230,37 +270,36 @@ async def test_a_judges_engine_that_sleeps_is_not_asked_and_one_that_woke_is_ask
     assert other.serving == 2
 
 
-async def test_an_engine_that_gives_up_on_a_question_is_asked_again(spec: JobSpec) -> None:
+async def test_an_engine_that_gives_up_on_a_question_is_asked_again(spec: JobSpec, tmp_path: Path) -> None:
     court = Court(spec, "a")
     await court.meet()
     court.engines["a"].reason = {"type": "abort"}
-    asker = court.book.asker(judge_renderer(0, spec.judges[0]), None)
+    asker = court.book.asker(judge_renderer(0, spec.judges[0], tmp_path), None)
     with pytest.raises(JudgeAway, match="aborted the request"):
         await asker("1 2", [0])
     await court.book.close()
 
 
-async def test_a_question_that_does_not_fit_the_judges_context_is_refused_before_it_is_asked(spec: JobSpec) -> None:
+async def test_a_question_that_does_not_fit_the_judges_context_is_refused_before_it_is_asked(
+    spec: JobSpec, tmp_path: Path
+) -> None:
     court = Court(spec, "a")
     await court.meet()
     with pytest.raises(JudgeError, match="more than the 8 of the judge's context"):
         await court.value("1 1 1 1")
     with pytest.raises(JudgeError, match=r"more than \d+ tokens, and with max_new_tokens .2. more than the 8 of"):
-        await court.book.asker(judge_renderer(0, spec.judges[0]), 8)("1 " * 500_000, [0])
+        await court.book.asker(judge_renderer(0, spec.judges[0], tmp_path), 8)("1 " * 500_000, [0])
     assert court.engines["a"].asked == []
     await court.book.close()
 
 
 def test_a_judge_whose_folder_is_no_model_says_which_judge_it_is(spec: JobSpec, tmp_path: Path) -> None:
-    model = spec.judges[0].model
-    assert model is not None
-    lost = spec.judges[0].model_copy(update={"model": model.model_copy(update={"path": str(tmp_path / "gone")})})
     with pytest.raises(DataError, match="does not exist") as caught:
-        judge_renderer(0, lost)
+        judge_renderer(0, spec.judges[0], tmp_path / "gone")
     assert caught.value.where == f"judges.0 ('tutor'), {tmp_path / 'gone'}"
     assert caught.value.fix == "Name an existing folder in judges.0.model.path"
     with pytest.raises(DataError, match="no chat template") as caught:
-        judge_renderer(1, spec.judges[0].model_copy(update={"chat": True}))
+        judge_renderer(1, spec.judges[0].model_copy(update={"chat": True}), tmp_path)
     assert caught.value.fix == (
         "Set judges.1.chat: false, put a chat_template.jinja into the folder, or take another model"
     )
