@@ -68,6 +68,7 @@ class EngineLaunch(FrontEndLaunch):
     deterministic: bool = Field(
         False, description="decode so that a sample's tokens do not depend on the rest of the batch"
     )
+    adapters: dict[str, str] = Field({}, description="folders of the adapters of judges, by name (torch engine)")
 
 
 class SglangLaunch(ServerLaunch):
@@ -134,7 +135,7 @@ def parse_vllm_arguments(arguments: Sequence[str]) -> VllmLaunch:
 def _parsed(kind: type[Launch], program: str, arguments: Sequence[str]) -> Launch:
     parser = argparse.ArgumentParser(program, description="Serve a model on SGLang's routes.")
     for name, field in kind.model_fields.items():
-        if name not in ("kind", "tls", "engine_args"):
+        if name not in ("kind", "tls", "engine_args", "adapters"):
             parser.add_argument(f"--{name.replace('_', '-')}", required=field.is_required(), help=field.description)
     given = {name: value for name, value in vars(parser.parse_args(arguments)).items() if value is not None}
     return _checked(kind, given, "command line")

@@ -218,7 +218,6 @@ UNSERVED_FIELDS = frozenset(
         "mm_hashes",
         "mm_content_hashes",
         "session_params",
-        "lora_path",
         "lora_id",
         "custom_logit_processor",
         "positional_embed_overrides",
@@ -258,11 +257,12 @@ class _GenerateFields(BaseModel):
     token_ids_logprob: Ids | IdLists | None = None
     return_text_in_logprobs: bool | None = None
     stream: bool | None = None
+    lora_path: str | Annotated[list[str | None], Field(fail_fast=True)] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class GenerateCall:
-    """A checked request to `/generate`. `prompts`, `params`, `asked` and `rids` have one entry per prompt.
+    """A checked request to `/generate`. `prompts`, `params`, `asked`, `rids` and `adapters` have one entry per prompt.
 
     Raises EngineError for more than `MOST_SAMPLES` samples.
     """
@@ -275,6 +275,8 @@ class GenerateCall:
     stream: bool
     is_list: bool
     """Whether the response is a list, even with one sample."""
+    adapters: tuple[str | None, ...]
+    """Names of adapters; None: the policy."""
 
     def __post_init__(self) -> None:
         if (count := sum(params.n for params in self.params)) > MOST_SAMPLES:
@@ -315,7 +317,17 @@ def generate_body(value: Any) -> GenerateCall:
         rids=request_names(body.rid, prompts, "prompts", is_batch=is_batch, is_list=is_batch or several),
         stream=bool(body.stream),
         is_list=is_batch or several,
+        adapters=_adapters(body, prompts, is_batch=is_batch),
     )
+
+
+def _adapters(body: _GenerateFields, prompts: Sequence[object], *, is_batch: bool) -> tuple[str | None, ...]:
+    """Return the name of each prompt's adapter; empty means none."""
+    given = body.lora_path
+    each = given if isinstance(given, list) else [given] * len(prompts)
+    if len(each) != len(prompts) or (isinstance(given, list) and not is_batch):
+        raise EngineError(f"lora_path has {len(each)} entries for {_count(is_batch, prompts)}")
+    return tuple(name or None for name in each)
 
 
 def refuse_fields(body: BaseModel, unserved: frozenset[str]) -> None:

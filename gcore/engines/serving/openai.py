@@ -171,6 +171,7 @@ def _asking(
         rids=None,
         stream=body.stream,
         is_list=True,
+        adapters=(None,) * len(prompts),
     )
     options = body.stream_options
     return CompletionRequest(request, body.model, chat, asked.output, options is not None and options.include_usage)

@@ -12,7 +12,7 @@ Single-threaded, and never reads the time; the model thread calls it. `EngineBas
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
@@ -60,14 +60,15 @@ from gcore.engines.torch.scheduler import (
     prefill_lengths,
     rows_to_preempt,
 )
-from gcore.errors import EngineError
+from gcore.errors import DataError, EngineError
+from gcore.models.layout import ADAPTER_FILE
 from gcore.system.memory import release_free_memory
 
 R = TypeVar("R", bound=NumberedRequest)
 O = TypeVar("O", bound=NumberedOutput)  # noqa: E741  # an output
 
-Key = tuple[bytes, int | None, int, tuple[int, ...]]
-"""Identifies a prompt in prefill: its content, and the requested log-probabilities."""
+Key = tuple[bytes, int | None, int, tuple[int, ...], int]
+"""Identifies a prompt in prefill: its content, the requested log-probabilities, and the adapter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +111,14 @@ class Decoder:
         content = prompt_key(self.ids(work)) if again else work.task.key
         sampling = work.task.sampling
         if sampling.prompt_logprobs_from is None or work.prompt_logprobs is not None:
-            return (content, None, 0, ())
-        return (content, sampling.prompt_logprobs_from, sampling.top_logprobs, sampling.named_tokens)
+            return (content, None, 0, (), work.task.adapter)
+        return (
+            content,
+            sampling.prompt_logprobs_from,
+            sampling.top_logprobs,
+            sampling.named_tokens,
+            work.task.adapter,
+        )
 
     def ids(self, work: SequenceState) -> tuple[int, ...]:
         """Return the tokens that are prefilled before a sequence joins: its prompt, and tokens from before a preemption
@@ -124,7 +131,7 @@ class Decoder:
         if not self.lane.copies:
             return {}
         return {
-            (work.task.key, None, 0, ()): row
+            (work.task.key, None, 0, (), work.task.adapter): row
             for row, work in enumerate(self.rows.works)
             if self._after_prompt[row] is not None
         }
@@ -192,7 +199,9 @@ class Decoder:
     @torch.inference_mode()
     def step(self) -> DecodeResult:
         """Generate one token for every row. There must be at least one row."""
-        return self._draw(self.lane.step(self.rows.pending(), self.rows.lengths), 0)
+        return self._draw(
+            self.lane.step(self.rows.pending(), self.rows.lengths, self.rows.adapters[: self.rows.active]), 0
+        )
 
     def _draw(self, logits: torch.Tensor, first: int) -> DecodeResult:
         rows, device = self.rows, self.model.shape.device
@@ -395,11 +404,14 @@ class EngineBase(ABC, Generic[R, O]):
         check_awake(self._loaded)
         if abort:
             self.abort_all("aborted by a weight update")
-        apply_weights(self._loaded, staged)
+        self._apply_weights(staged)
         self._weights_changed()
         if flush:
             self._retract()
         self.rename(version or self.version)
+
+    def _apply_weights(self, staged: StagedWeights) -> None:
+        apply_weights(self._loaded, staged)
 
     def rename(self, version: str) -> None:
         """Set the version of the served weights. Raises EngineError for an older one."""
@@ -465,6 +477,8 @@ class GeneratorBase(EngineBase[GenerationRequest, RequestOutput]):
         super().__init__(model, version=version)
         self.longest = longest
         self.cache_tokens = cache_tokens
+        self.adapters: Mapping[str, int] = {}
+        """Numbers of the adapters that requests may name."""
 
     @property
     @abstractmethod
@@ -497,6 +511,9 @@ class EngineCore(GeneratorBase):
         self._model = model
         self.limits = limits
         self.lane = lane
+        self._first_version = version
+        if model.adapters is not None:
+            self.adapters = model.adapters.names
         self.retractions = 0
         self._text = text
         self._decoder = Decoder(model, lane, limits.slots)
@@ -529,6 +546,29 @@ class EngineCore(GeneratorBase):
         """Name of the engine, size of its KV cache and its runner."""
         cache = self.limits.cache_tokens
         return {"engine": "gcore torch engine", "max_total_num_tokens": cache, "lane": self.lane.name}
+
+    def stage_weights(self, folder: Path) -> StagedWeights:
+        """Load a folder's weights into host memory, in any thread. Raises EngineError if they do not fit.
+
+        With adapters at run time, a folder that has an adapter alone becomes the policy's adapter beside those of judges.
+        """
+        adapters = self._model.adapters
+        if adapters is None or not (folder / ADAPTER_FILE).is_file():
+            return super().stage_weights(folder)
+        check_awake(self._model)
+        try:
+            return StagedWeights({}, adapters.read(folder))
+        except DataError as error:
+            raise EngineError(error.what, where=error.where, fix="Repeat the weight sync") from error
+
+    def _apply_weights(self, staged: StagedWeights) -> None:
+        super()._apply_weights(staged)
+        if self._model.adapters is not None:
+            self._model.adapters.set_policy(staged.adapter)
+
+    def _version_of(self, task: GenerationRequest) -> str:
+        """Return the version of the weights that serve a request. Adapters of judges never change."""
+        return self._first_version if task.adapter else self.version
 
     def submit(self, tasks: list[GenerationRequest]) -> None:
         """Queue requests that were checked before."""
@@ -616,7 +656,7 @@ class EngineCore(GeneratorBase):
             if not rows.knows_stop_strings(stop):
                 assert self._text is not None
                 rows.know_stop_strings(stop, self._text.suspects(stop, self.model.vocabulary))
-            work.mark(self.version, len(work.tokens))
+            work.mark(self._version_of(work.task), len(work.tokens))
 
     def _after(self, made: DecodeResult) -> None:
         """After new tokens: finish the sequences that ended with them, and deliver output to streaming ones."""
@@ -643,7 +683,7 @@ class EngineCore(GeneratorBase):
                 self._deliver(work, endings[row])
 
     def _deliver(self, work: SequenceState, ending: Finish | None) -> None:
-        self.outbox.append(work.output(self.version, ending))
+        self.outbox.append(work.output(self._version_of(work.task), ending))
 
     def abort(self, unwanted: Callable[[GenerationRequest], bool], message: str = ABORTED) -> None:
         """End the sequences for which `unwanted` is true, with the tokens that they have so far."""
@@ -664,7 +704,7 @@ class EngineCore(GeneratorBase):
         super().rename(version)
         rows = self._decoder.rows
         for row, work in enumerate(rows.works):
-            work.mark(version, rows.made(row))
+            work.mark(self._version_of(work.task), rows.made(row))
 
     def _retract(self) -> None:
         works = [*self._decoder.leave(range(self.running)), *self._reading]

@@ -113,15 +113,33 @@ class RequestHandler(AsyncEngine[GenerationRequest, RequestOutput]):
         """
         pairs = list(zip(request.prompts, request.params, request.asked, strict=True))
         prompts = [self._tokens(prompt, params) for prompt, params, _ in pairs]
+        adapters = [self._adapter(name) for name in request.adapters]
         names = self.names(request.rids, len(prompts))
         return [
             ticket
-            for tokens, (_, params, asked), name in zip(prompts, pairs, names, strict=True)
-            for ticket in self._tickets(tokens, params, self._placed(asked, tokens), name, streams=request.stream)
+            for tokens, (_, params, asked), name, adapter in zip(prompts, pairs, names, adapters, strict=True)
+            for ticket in self._tickets(
+                tokens, params, self._placed(asked, tokens), name, streams=request.stream, adapter=adapter
+            )
         ]
 
+    def _adapter(self, name: str | None) -> int:
+        """Return the number of an adapter. Raises EngineError for an unknown one."""
+        known = self._generator.adapters
+        if name is None or name in known:
+            return 0 if name is None else known[name]
+        there = f"it has {', '.join(known)}" if known else "it has none"
+        raise EngineError(f"lora_path names the adapter {name!r}, which this engine does not have ({there})")
+
     def _tickets(
-        self, prompt: tuple[int, ...], params: SamplingBody, asked: LogprobRequest, name: str, *, streams: bool
+        self,
+        prompt: tuple[int, ...],
+        params: SamplingBody,
+        asked: LogprobRequest,
+        name: str,
+        *,
+        streams: bool,
+        adapter: int,
     ) -> list[_Ticket]:
         model, now, key = self._generator.model, self.clock.monotonic(), prompt_key(prompt)
         tickets = []
@@ -136,7 +154,13 @@ class RequestHandler(AsyncEngine[GenerationRequest, RequestOutput]):
             )
             rid = name if params.n == 1 else f"{name}_{index}"
             task = GenerationRequest(
-                self.number(), rid, prompt, sampling, streams=streams and params.makes_tokens, key=key
+                self.number(),
+                rid,
+                prompt,
+                sampling,
+                streams=streams and params.makes_tokens,
+                adapter=adapter,
+                key=key,
             )
             tickets.append(_Ticket(task, name, params, asked, now))
         return tickets

@@ -26,6 +26,7 @@ from transformers.utils import logging as transformers_logging
 from gcore.data.tokenizer import end_tokens
 from gcore.engines.detokenizer import Detokenizer
 from gcore.engines.launch import EngineLaunch
+from gcore.engines.torch.adapters import AdapterMatrices, RowAdapters
 from gcore.engines.torch.attention import NAME, EngineAttention
 from gcore.engines.torch.fast_path import FastDecodeStep, patch_norms
 from gcore.engines.torch.kv_cache import CacheShape
@@ -106,6 +107,8 @@ class Model:
     """Name of the cache argument of the model's forward."""
     asleep: bool = False
     """Whether the weights are released."""
+    adapters: RowAdapters | None = None
+    """Adapters at run time; None: weight updates add the policy's adapter to the weights."""
     straight: FastDecodeStep | None = None
     """A faster, bitwise equal implementation of a pass with one token per row; None if there is none."""
 
@@ -151,6 +154,11 @@ class Model:
             raise ValueError("the model has no cache")
         return _picked(out.logits, places), kept
 
+    def select_adapters(self, numbers: Sequence[int]) -> None:
+        """Set the adapter of each row of the next forward pass, by its number."""
+        if self.adapters is not None:
+            self.adapters.select(numbers)
+
     def use_own_attention(self) -> None:
         """Switch to the engine's attention (`EngineAttention`). Raises ValueError if the model does not support it."""
         self.module.set_attn_implementation(NAME)
@@ -179,10 +187,12 @@ def load_model(
     context: int | None,
     text: Detokenizer | None,
     trust_remote_code: bool = False,
+    adapters: Mapping[str, Path] | None = None,
 ) -> Model:
     """Load a causal language model from a local folder. Raises DataError if it cannot be served.
 
     `context`: maximum context length in tokens; None: the model's. `text`: the tokenizer, whose vocabulary is checked.
+    `adapters`: folders of adapters at run time, by name.
     """
     config = require_config(folder)
     check_code(config, trusted=trust_remote_code, where=str(folder))
@@ -218,6 +228,7 @@ def load_model(
         end_tokens(folder, config, lambda token: None if text is None else text.token_id(token)),
         trusted=trust_remote_code,
         cache_name="cache_params" if "cache_params" in parameters else "past_key_values",
+        adapters=RowAdapters(module, adapters) if adapters else None,
     )
 
 
@@ -303,9 +314,11 @@ class LoadedModel(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StagedWeights:
-    """New weights in host memory that were checked to fit the model, by the module's parameter names."""
+    """New weights in host memory that were checked to fit the model, by the module's parameter names. `adapter`: of the
+    policy at run time, instead of weights."""
 
     tensors: Mapping[str, torch.Tensor]
+    adapter: AdapterMatrices | None = None
 
 
 def check_awake(model: LoadedModel) -> None:

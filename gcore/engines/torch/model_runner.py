@@ -71,10 +71,11 @@ class ModelRunner(Protocol):
     def enter(self, origins: Sequence[PrefillResult], active: int) -> Sequence[int]:
         """Add new rows after the first `active`, in any order. Return for each new row the index of its origin."""
 
-    def step(self, tokens: Ints, lengths: Ints) -> torch.Tensor:
+    def step(self, tokens: Ints, lengths: Ints, adapters: Ints) -> torch.Tensor:
         """Run a decode step, and return logits [row, vocabulary], valid until the next call.
 
-        `tokens` [row]: each row's last token, which is not in the cache yet. `lengths` [row]: tokens including it.
+        `tokens` [row]: each row's last token, which is not in the cache yet. `lengths` [row]: tokens including it. `adapters` [row]:
+        number of its adapter.
         """
 
     def leave(self, change: Compaction) -> None:
@@ -169,7 +170,7 @@ class FastRunner:
         starts += room.shift
         self.column += room.shift
 
-    def step(self, tokens: Ints, lengths: Ints) -> torch.Tensor:
+    def step(self, tokens: Ints, lengths: Ints, adapters: Ints) -> torch.Tensor:
         """Decode one token per row; all rows write the same column."""
         active, device = self._active, self.model.shape.device
         if self.column >= self.cache.columns:
@@ -178,6 +179,7 @@ class FastRunner:
         first = self._first()
         bias = self.cache.aim(active=active, first=first, column=self.column)
         self.model.attention.kind = DecodePass(bias if int(starts.max()) > first else None)
+        self.model.select_adapters(adapters.tolist())
         logits = self.model.forward(
             torch.from_numpy(tokens[:, None]).to(device),
             torch.from_numpy((self.column - starts)[:, None]).to(device),
@@ -330,12 +332,13 @@ class DeterministicRunner:
             for table, other in zip(tables, others, strict=True):
                 table[place, :, :length] = other[source, :, :length]
 
-    def step(self, tokens: Ints, lengths: Ints) -> torch.Tensor:
+    def step(self, tokens: Ints, lengths: Ints, adapters: Ints) -> torch.Tensor:
         """Run a decode step, one forward pass per tile."""
         active, device, tile_rows = self._active, self.model.shape.device, self.tile
         rows = -(-active // tile_rows) * tile_rows
         ids, positions = np.zeros(rows, np.int64), np.zeros(rows, np.int64)
         ids[:active], positions[:active] = tokens, lengths - 1
+        chosen = [*adapters.tolist(), *[0] * (rows - active)]
         if self._logits.shape[0] < rows:
             self._logits = torch.empty((rows, self.model.vocabulary), dtype=self.model.shape.dtype, device=device)
         for number in range(rows // tile_rows):
@@ -345,6 +348,7 @@ class DeterministicRunner:
             at = torch.from_numpy(positions[own]).to(device)
             tile.aim(at)
             self.model.attention.kind = BlockDecodePass(at, -(-longest // BLOCK))
+            self.model.select_adapters(chosen[own])
             self._logits[own] = self.model.forward(torch.from_numpy(ids[own, None]).to(device), at[:, None], tile)
         return self._logits[:active]
 
@@ -453,6 +457,7 @@ class GenericRunner:
             rows = [i for i in range(len(prompts)) for _ in wanted]
             columns = [position - begin for _ in prompts for position in wanted]
             ids = torch.tensor([p.tokens[begin:end] for p in prompts], device=self.model.shape.device)
+            self.model.select_adapters([prompt.adapter for prompt in prompts])
             logits, one.cache = self.model.forward_own(ids, one.cache, wanted=(rows, columns))
             logits = logits.view(len(prompts), len(wanted), -1)
             for index, prompt in enumerate(prompts):
@@ -484,11 +489,12 @@ class GenericRunner:
             row += len(kept)
         return order
 
-    def step(self, tokens: Ints, lengths: Ints) -> torch.Tensor:
+    def step(self, tokens: Ints, lengths: Ints, adapters: Ints) -> torch.Tensor:
         """Run a decode step, one forward pass per group."""
         device = self.model.shape.device
         logits: torch.Tensor | None = None
         for group in self._groups:
+            self.model.select_adapters(adapters[group.rows].tolist())
             made, group.cache = self.model.forward_own(
                 torch.from_numpy(tokens[group.rows][:, None]).to(device), group.cache
             )

@@ -72,6 +72,8 @@ class PromptPrefill:
     tops: int = 0
     names: tuple[int, ...] = ()
     """Tokens whose log-probabilities are requested at the same positions, likely or not."""
+    adapter: int = 0
+    """Number of the adapter of the sequences that have this prompt."""
     done: int = 0
     """Number of tokens prefilled so far."""
     kept: Any = None
@@ -181,6 +183,7 @@ def _read_together(model: Model, prompts: Sequence[PromptPrefill], width: int) -
     padded = [[*prompt.tokens, *(0,) * (width - len(prompt.tokens))] for prompt in prompts]
     prefix = PrefillCache()
     model.attention.kind = PrefillPass()
+    model.select_adapters([prompt.adapter for prompt in prompts])
     logits = model.forward(
         torch.tensor(padded, device=device),
         torch.arange(width, device=device).expand(len(prompts), -1),
@@ -202,6 +205,7 @@ def _read_alone(model: Model, chunk: PrefillChunk, grid: int | None) -> None:
         prefix: PrefillCache = prompt.kept.prefix
         prefix.begin = begin
         model.attention.kind = PrefillPass(past=begin)
+        model.select_adapters([prompt.adapter])
         wanted = logit_positions(prompt, begin, end)
         logits = model.forward(
             torch.tensor([prompt.tokens[begin:end]], device=device),

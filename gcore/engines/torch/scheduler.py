@@ -249,7 +249,19 @@ FEW = 256
 MOST_STOP_SETS = 64
 """Maximum number of cached sets of stop strings, in addition to those in use."""
 
-PER_ROW = ("counts", "prompts", "temperature", "top_p", "top_k", "min_p", "_known", "_limits", "_minimums", "_sets")
+PER_ROW = (
+    "counts",
+    "prompts",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "adapters",
+    "_known",
+    "_limits",
+    "_minimums",
+    "_sets",
+)
 
 
 class RunningBatch:
@@ -278,6 +290,8 @@ class RunningBatch:
         self.top_k: Ints = np.zeros(0, np.int64)
         """0: no limit."""
         self.min_p: Doubles = np.zeros(0)
+        self.adapters: Ints = np.zeros(0, np.int64)
+        """Number of each row's adapter."""
         self._known: Ints = np.zeros(0, np.int64)
         """Number of tokens generated before a preemption, by row, if the row is replayed; else 0."""
         self._limits: Ints = np.zeros(0, np.int64)
@@ -358,6 +372,7 @@ class RunningBatch:
         self.temperature[new] = [s.temperature for s in sampling]
         self.top_p[new] = [s.top_p for s in sampling]
         self.top_k[new] = [s.top_k or 0 for s in sampling]
+        self.adapters[new] = [work.task.adapter for work in works]
         self.min_p[new] = [s.min_p for s in sampling]
         self._limits[new] = [s.max_new_tokens for s in sampling]
         self._minimums[new] = [s.min_new_tokens for s in sampling]

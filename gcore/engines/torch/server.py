@@ -65,6 +65,7 @@ def start_engine(launch: EngineLaunch, text: Detokenizer | None) -> EngineCore:
             context=launch.context_length,
             text=text,
             trust_remote_code=launch.trust_remote_code,
+            adapters={name: Path(folder) for name, folder in launch.adapters.items()},
         )
         lane = select_runner(model, deterministic=launch.deterministic, chunk=launch.prefill_chunk_tokens)
     budget = launch.cache_tokens or default_cache_tokens(model.shape, free_bytes(model.shape.device))

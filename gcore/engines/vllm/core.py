@@ -261,7 +261,7 @@ class VllmCore(GeneratorBase):
             check_tensors(self._served.tensors, adapted, folder)
             return StagedWeights(adapted)
         check_tensors(self._served.tensors, checkpoint_tensors(folder), folder)
-        return StagedFolder({}, folder)
+        return StagedFolder({}, folder=folder)
 
     def change_weights(self, staged: StagedWeights, version: str | None, *, flush: bool, abort: bool) -> None:
         """Let vLLM's workers load weights. See `EngineBase.change_weights`.
