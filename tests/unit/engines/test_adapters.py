@@ -1,0 +1,202 @@
+"""Adapters at run time: rows of several adapters in one batch equal models into which their adapter was merged."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from engine_core import LLAMA_LIKE, Plain, finish, make_core, prompt, save, task
+from safetensors.torch import save_file
+
+from gcore.engines.request import GenerationRequest, RequestOutput
+from gcore.engines.torch.engine import EngineCore
+from gcore.engines.torch.model_runner import DeterministicRunner, FastRunner, GenericRunner
+from gcore.errors import DataError, EngineError
+from gcore.models.adapters import AdapterConfig, adapted_tensors
+from gcore.models.hubs import ADAPTER_CONFIG
+from gcore.models.layout import ADAPTER_FILE, ADAPTER_PREFIX
+
+TARGETS = ("q_proj", "v_proj", "down_proj")
+SEVERAL = ("x", "y")
+
+
+def write_adapter(base: Path, folder: Path, seed: int, rank: int = 2, targets: tuple[str, ...] = TARGETS) -> Path:
+    """An adapter of random matrices that changes the model's answers."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for name, layer in Plain(base).model.named_modules():
+        if name.endswith(targets):
+            out, width = layer.weight.shape
+            tensors[f"{ADAPTER_PREFIX}{name}.lora_A.weight"] = (
+                torch.randn(rank, width, generator=generator) / width**0.5
+            )
+            tensors[f"{ADAPTER_PREFIX}{name}.lora_B.weight"] = torch.randn(out, rank, generator=generator) / 4
+    folder.mkdir()
+    save_file(tensors, folder / ADAPTER_FILE)
+    (folder / ADAPTER_CONFIG).write_bytes(AdapterConfig(str(base), rank, 2.0 * rank, targets).encode())
+    return folder
+
+
+def merge(base: Path, adapter: Path) -> Path:
+    """The model with the adapter merged, beside the adapter."""
+    folder = adapter.with_name(f"{adapter.name}-merged")
+    shutil.copytree(base, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    merged = {one.name: one.tensor.contiguous() for one in adapted_tensors(base, adapter)}
+    save_file(merged, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(transformers.LlamaConfig(**LLAMA_LIKE), tmp_path_factory.mktemp("base"))
+
+
+@pytest.fixture(scope="module")
+def folders(base: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Two judges of different ranks and targets, and two successive adapters of the policy."""
+    at = tmp_path_factory.mktemp("adapters")
+    return {
+        "x": write_adapter(base, at / "x", 1),
+        "y": write_adapter(base, at / "y", 2, rank=5, targets=("o_proj", "q_proj", "up_proj")),
+        "one": write_adapter(base, at / "one", 3, rank=3),
+        "two": write_adapter(base, at / "two", 4),
+    }
+
+
+@pytest.fixture(scope="module")
+def references(base: Path, folders: dict[str, Path]) -> dict[str, Plain]:
+    return {"": Plain(base)} | {name: Plain(merge(base, folder)) for name, folder in folders.items()}
+
+
+def start(base: Path, folders: dict[str, Path], **launch: Any) -> EngineCore:
+    return make_core(base, adapters={name: str(folders[name]) for name in SEVERAL}, weight_version="0.0", **launch)
+
+
+def update(core: EngineCore, folder: Path, version: str) -> None:
+    core.change_weights(core.stage_weights(folder), version, flush=True, abort=False)
+
+
+def requests(first: int = 0) -> list[GenerationRequest]:
+    """The same prompts for the policy (0) and both judges, of several lengths, greedy and sampled."""
+    found = []
+    for place, (length, adapter) in enumerate((length, adapter) for length in (1, 7, 30, 60) for adapter in (0, 1, 2)):
+        one = task(first + place, prompt(length, length), 8, temperature=0.7 * (length > 1), seed=5)
+        found.append(replace(one, adapter=adapter))
+    return found
+
+
+def check(asked: list[GenerationRequest], found: dict[int, RequestOutput], by_number: list[Plain]) -> None:
+    for one in asked:
+        assert by_number[one.adapter].worst(one, found[one.number]) < 1e-5, one
+
+
+@pytest.mark.parametrize(
+    ("launch", "runner"),
+    [
+        pytest.param({}, FastRunner, id="fast"),
+        pytest.param({"batch_slots": 3, "prefill_chunk_tokens": 16}, FastRunner, id="few-rows-and-chunks"),
+        pytest.param({"deterministic": True}, DeterministicRunner, id="deterministic"),
+    ],
+)
+def test_rows_of_several_adapters_equal_merged_models(
+    base: Path, folders: dict[str, Path], references: dict[str, Plain], launch: dict[str, Any], runner: type
+) -> None:
+    core = start(base, folders, **launch)
+    assert type(core.lane) is runner
+    check(requests(), finish(core, requests()), [references[name] for name in ("", *SEVERAL)])
+    update(core, folders["one"], "0.1")
+    check(requests(100), finish(core, requests(100)), [references[name] for name in ("one", *SEVERAL)])
+
+
+def test_adapters_work_with_the_generic_runner(tmp_path: Path) -> None:
+    config = transformers.MambaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        num_hidden_layers=2,
+        state_size=4,
+        eos_token_id=None,
+        bos_token_id=None,
+        pad_token_id=0,
+    )
+    base = save(config, tmp_path / "base")
+    folders = {
+        name: write_adapter(base, tmp_path / name, seed, targets=("in_proj",)) for seed, name in enumerate(SEVERAL)
+    }
+    core = start(base, folders)
+    assert type(core.lane) is GenericRunner
+    asked = [replace(task(n, prompt(n, 9, 60), 6, temperature=0.0), adapter=n % 3) for n in range(7)]
+    check(asked, finish(core, asked), [Plain(base), *(Plain(merge(base, folders[name])) for name in SEVERAL)])
+
+
+def test_an_update_changes_the_policy_alone(base: Path, folders: dict[str, Path], references: dict[str, Plain]) -> None:
+    core = start(base, folders)
+    before = finish(core, requests())
+    for number, name in enumerate(("one", "two"), 1):
+        update(core, folders[name], f"0.{number}")
+        asked = requests(100 * number)
+        found = finish(core, asked)
+        check(asked, found, [references[one] for one in (name, *SEVERAL)])
+        for one in asked:
+            version = "0.0" if one.adapter else f"0.{number}"
+            assert {span.version for span in found[one.number].spans} == {version}
+            if one.adapter:
+                assert found[one.number].tokens == before[one.number - 100 * number].tokens
+    update(core, base, "0.3")
+    check(requests(900), finish(core, requests(900)), [references[name] for name in ("", *SEVERAL)])
+
+
+def test_an_update_in_the_middle_leaves_the_judges_version(base: Path, folders: dict[str, Path]) -> None:
+    core = start(base, folders)
+    asked = [replace(task(n, prompt(n, 9), 30, temperature=0.0), adapter=n) for n in (0, 1)]
+
+    def between(cycle: int) -> None:
+        if cycle == 9:
+            update(core, folders["one"], "0.1")
+
+    found = finish(core, asked, between)
+    assert [span.version for span in found[0].spans] == ["0.0", "0.1"]
+    assert [span.version for span in found[1].spans] == ["0.0"]
+    assert found[1].tokens == finish(start(base, folders), [asked[1]])[1].tokens
+
+
+def test_deterministic_rows_do_not_depend_on_other_adapters(base: Path, folders: dict[str, Path]) -> None:
+    chosen = replace(task(500, prompt(3, 21), 40, temperature=0.8), adapter=1)
+    core = start(base, folders, deterministic=True)
+    alone = finish(core, [chosen])[500]
+    crowd = [replace(task(n, prompt(n, 5 + n), 20), adapter=n % 3) for n in range(40)]
+    assert finish(core, [*crowd, chosen])[500].logprobs == alone.logprobs
+
+
+def test_sleep_keeps_the_adapters(base: Path, folders: dict[str, Path]) -> None:
+    core = start(base, folders)
+    update(core, folders["one"], "0.1")
+    expected = finish(core, requests())
+    core.release(frozenset({"weights", "kv_cache"}))
+    with pytest.raises(EngineError, match="released"):
+        core.stage_weights(folders["two"])
+    core.wake(frozenset({"weights", "kv_cache"}))
+    found = finish(core, requests())
+    assert {n: one.tokens for n, one in found.items()} == {n: one.tokens for n, one in expected.items()}
+
+
+def test_an_adapter_of_another_model_is_refused_and_changes_nothing(
+    base: Path, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    wider = save(transformers.LlamaConfig(**{**LLAMA_LIKE, "hidden_size": 48}), tmp_path / "wider")
+    strange = write_adapter(wider, tmp_path / "strange", 0)
+    with pytest.raises(DataError, match=r"layer model\.layers\.0\.mlp\.down_proj, \[32, 48\]"):
+        start(base, folders | {"x": strange})
+    output = write_adapter(base, tmp_path / "output", 0, targets=("lm_head",))
+    with pytest.raises(DataError, match="lm_head, which is no linear layer inside"):
+        start(base, folders | {"x": output})
+    core = start(base, folders)
+    before = finish(core, requests())
+    with pytest.raises(EngineError, match="do not fit"):
+        update(core, strange, "0.1")
+    assert core.version == "0.0"
+    assert finish(core, requests())[0].tokens == before[0].tokens
