@@ -26,7 +26,6 @@ from transformers.utils import logging as transformers_logging
 from gcore.data.tokenizer import end_tokens
 from gcore.engines.detokenizer import Detokenizer
 from gcore.engines.launch import EngineLaunch
-from gcore.engines.torch.adapters import AdapterMatrices, RowAdapters
 from gcore.engines.torch.attention import NAME, EngineAttention
 from gcore.engines.torch.fast_path import FastDecodeStep, patch_norms
 from gcore.engines.torch.kv_cache import CacheShape
@@ -34,6 +33,7 @@ from gcore.errors import DataError, EngineError, UsageError
 from gcore.models.adapters import adapted_tensors
 from gcore.models.checks import check_code, require_config
 from gcore.models.layout import ADAPTER_FILE
+from gcore.models.row_adapters import AdapterMatrices, RowAdapters
 from gcore.system.memory import host_memory, is_out_of_memory, release_free_memory
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

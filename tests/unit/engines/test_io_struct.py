@@ -58,3 +58,26 @@ def test_an_abort_ends_the_samples_numbered_under_its_name_and_no_other_request(
 
 def test_non_finite_numbers_become_null() -> None:
     assert json_number([[1.5, float("nan")], [float("-inf"), None]]) == [[1.5, None], [None, None]]
+
+
+def test_each_prompt_may_name_an_adapter() -> None:
+    assert generate_body({"input_ids": [1]}).adapters == (None,)
+    assert generate_body({"input_ids": [[1], [2]], "lora_path": "x"}).adapters == ("x", "x")
+    assert generate_body({"input_ids": [[1], [2]], "lora_path": [None, "x"]}).adapters == (None, "x")
+
+
+@pytest.mark.parametrize(
+    ("body", "error"),
+    [
+        pytest.param(
+            {"input_ids": [[1], [2]], "lora_path": ["x"]}, "lora_path has 1 entries for 2 prompts", id="too-few"
+        ),
+        pytest.param(
+            {"input_ids": [1], "lora_path": ["x"]}, "lora_path has 1 entries for a single prompt", id="no-batch"
+        ),
+        pytest.param({"input_ids": [1], "lora_path": [5]}, "lora_path", id="number"),
+    ],
+)
+def test_adapters_that_fit_no_prompt_are_refused(body: dict[str, object], error: str) -> None:
+    with pytest.raises((EngineError, BodyRefused), match=error):
+        generate_body(body)

@@ -180,7 +180,7 @@ def adapter_spec(spec: JobSpec) -> JobSpec:
     return parse_spec(tree | {"train": {"lora": {"publish": "adapter"}}})
 
 
-async def test_engines_of_the_policy_answer_for_an_adapter_whatever_weights_they_serve(adapter_spec: JobSpec) -> None:
+async def test_engines_of_the_policy_serve_an_adapter_under_all_weights(adapter_spec: JobSpec) -> None:
     court = Court(adapter_spec, "a")
     engine, policy = court.engines["a"], {"role": "rollout", "judge": ""}
     for more in ({}, policy | {"job_uid": "v"}, policy | {"state": "starting"}):
