@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 from gcore.errors import DataError, UsageError
-from gcore.models.checks import check_same_base
+from gcore.models.adapter_checks import check_same_base
 from gcore.models.hubs import ADAPTER_CONFIG
 from gcore.models.layout import (
     ADAPTER_FILE,

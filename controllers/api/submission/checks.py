@@ -37,7 +37,8 @@ from gcore.flows.filters import find_filters, try_filters
 from gcore.ledger.records.cluster import ModelConfigs, attention_equals_at
 from gcore.ledger.records.job import NodeRecord
 from gcore.ledger.selection import MOST_BYTES, cursor_bytes, offer_bytes, seal_bytes
-from gcore.models.checks import check_adapter, check_adapters, check_classifier, check_critic, check_whole, read_config
+from gcore.models.adapter_checks import check_adapter
+from gcore.models.checks import check_adapters, check_classifier, check_critic, check_whole, read_config
 from gcore.models.hubs import hub_model
 from gcore.models.resolve import ResolvedModel, resolve_model
 from gcore.observability.tracking import check_trackers

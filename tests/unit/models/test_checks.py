@@ -17,8 +17,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from gcore.errors import DataError
+from gcore.models.adapter_checks import check_adapter
 from gcore.models.checks import (
-    check_adapter,
     check_code,
     check_critic,
     check_weights,

@@ -1,0 +1,88 @@
+"""Checks of a low-rank adapter in PEFT's layout without torch: whether it is plain LoRA, fits a model, and was trained on it."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+from gcore.errors import DataError
+from gcore.models.checks import matrix_shapes, weight_files
+from gcore.models.hubs import ADAPTER_CONFIG
+from gcore.models.layout import ADAPTER_FILE, ADAPTER_PREFIX, BASE_FILE, file_entry
+
+
+def check_adapter(folder: Path, base: Path) -> None:
+    """Raise DataError unless `folder` has a LoRA adapter in PEFT's layout that fits the model in `base`.
+
+    Reads the headers of the weights; if the adapter says from which files its base was (gcore's own do), also all of the
+    base's files.
+    """
+    config = require_adapter_config(folder)
+    shapes = {name: shape for path in weight_files(base) for name, shape in matrix_shapes(path)}
+    try:
+        matrices = dict(matrix_shapes(folder / ADAPTER_FILE))
+    except (OSError, ValueError, LookupError, struct.error) as error:
+        raise DataError(f"cannot read the adapter's weights ({error})", where=str(folder / ADAPTER_FILE)) from error
+    downs = {name: shape for name, shape in matrices.items() if name.endswith(".lora_A")}
+    if not downs:
+        raise DataError("the adapter has no matrices", where=str(folder / ADAPTER_FILE), fix="Save the adapter again")
+    for name, (rank, width) in downs.items():
+        layer = name.removeprefix(ADAPTER_PREFIX).removesuffix(".lora_A")
+        up = matrices.get(name.removesuffix("A") + "B")
+        own = shapes.get(layer)
+        if own is None or up is None or (up[0], width) != own or not rank == up[1] == config["r"]:
+            has = f"A {[rank, width]} and B {None if up is None else list(up)}"
+            wants = "which the model does not have" if own is None else f"whose matrix is {list(own)}"
+            raise DataError(
+                f"the adapter does not fit the model: rank {config['r']}, {has} for layer {layer}, {wants}",
+                where=str(folder),
+                fix="Name an adapter of the model in model.path",
+            )
+    if (folder / BASE_FILE).is_file():
+        check_same_base(base, folder, "Name an adapter of the model in model.path")
+
+
+PLAIN_ADAPTER = {"peft_type": "LORA", "bias": "none", "use_dora": False, "use_rslora": False, "fan_in_fan_out": False}
+"""Settings of PEFT that an adapter must have, if it has them: y = W·x + alpha / rank · B·A·x and nothing else."""
+
+
+def require_adapter_config(folder: Path) -> dict[str, Any]:
+    """Return the content of the folder's `adapter_config.json`. Raises DataError if it is missing, damaged, or of another
+    kind of adapter than plain LoRA."""
+    path = folder / ADAPTER_CONFIG
+    try:
+        config = json.loads(path.read_bytes())
+        if not isinstance(config, dict) or not isinstance(config.get("r"), int):
+            raise ValueError("it has no rank r")
+        float(config["lora_alpha"])
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise DataError(
+            f"cannot read the adapter's configuration ({error})",
+            where=str(path),
+            fix="Name the folder of a PEFT adapter",
+        ) from error
+    strange = [name for name, plain in PLAIN_ADAPTER.items() if config.get(name, plain) != plain]
+    strange += [name for name in ("rank_pattern", "alpha_pattern", "modules_to_save") if config.get(name)]
+    if strange:
+        raise DataError(
+            f"the adapter has {strange[0]}: {config[strange[0]]}, and only plain LoRA adapters can be served",
+            where=str(path),
+            fix="Merge it into a model, and give the judge that model",
+        )
+    return config
+
+
+def check_same_base(folder: Path, adapter: Path, fix: str) -> None:
+    """Raise DataError unless the weights in `folder` are those that an adapter of gcore names as its base (`BASE_FILE`).
+    Reads all of them. `fix`: what the error advises."""
+    if not (folder / "config.json").is_file():
+        raise DataError("the adapter's base model is not here", where=str(folder), fix=fix)
+    try:
+        expected = json.loads((adapter / BASE_FILE).read_bytes())
+        for name, digest in expected.items():
+            if file_entry(folder / name).sha256 != digest:
+                raise DataError("the file is not that of the adapter's base model", where=str(folder / name), fix=fix)
+    except (OSError, ValueError, AttributeError) as error:
+        raise DataError(f"cannot compare the adapter's base model ({error})", where=str(folder), fix=fix) from error
