@@ -14,9 +14,9 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveInt, ValidationError
 
 from gcore.api.tls import ServingTls
 from gcore.errors import DataError, GcoreError, UsageError
@@ -60,6 +60,16 @@ class FrontEndLaunch(ServerLaunch):
     )
 
 
+def _named_folders(given: Any) -> Any:
+    """Convert NAME=FOLDER,... of a command line. Raises ValueError."""
+    if not isinstance(given, str):
+        return given
+    pairs = [item.partition("=") for item in given.split(",")]
+    if not all(name and folder for name, _, folder in pairs):
+        raise ValueError("write NAME=FOLDER, several with commas between them")
+    return {name: folder for name, _, folder in pairs}
+
+
 class EngineLaunch(FrontEndLaunch):
     """Launch document of the torch engine and of the Hugging Face engine."""
 
@@ -68,7 +78,9 @@ class EngineLaunch(FrontEndLaunch):
     deterministic: bool = Field(
         False, description="decode so that a sample's tokens do not depend on the rest of the batch"
     )
-    adapters: dict[str, str] = Field({}, description="folders of the adapters of judges, by name (torch engine)")
+    adapters: Annotated[dict[str, str], BeforeValidator(_named_folders)] = Field(
+        {}, description="NAME=FOLDER,...: adapters that requests may name (torch engine)"
+    )
 
 
 class SglangLaunch(ServerLaunch):
@@ -135,7 +147,7 @@ def parse_vllm_arguments(arguments: Sequence[str]) -> VllmLaunch:
 def _parsed(kind: type[Launch], program: str, arguments: Sequence[str]) -> Launch:
     parser = argparse.ArgumentParser(program, description="Serve a model on SGLang's routes.")
     for name, field in kind.model_fields.items():
-        if name not in ("kind", "tls", "engine_args", "adapters"):
+        if name not in ("kind", "tls", "engine_args"):
             parser.add_argument(f"--{name.replace('_', '-')}", required=field.is_required(), help=field.description)
     given = {name: value for name, value in vars(parser.parse_args(arguments)).items() if value is not None}
     return _checked(kind, given, "command line")

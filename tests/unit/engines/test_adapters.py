@@ -11,15 +11,19 @@ import pytest
 import torch
 import transformers
 from engine_core import LLAMA_LIKE, Plain, finish, make_core, prompt, save, task
+from engine_processes import engine_process
 from safetensors.torch import save_file
 
+from gcore.engines.launch import parse_engine_arguments
 from gcore.engines.request import GenerationRequest, RequestOutput
 from gcore.engines.torch.engine import EngineCore
 from gcore.engines.torch.model_runner import DeterministicRunner, FastRunner, GenericRunner
-from gcore.errors import DataError, EngineError
+from gcore.errors import DataError, EngineError, UsageError
 from gcore.models.adapters import AdapterConfig, adapted_tensors
 from gcore.models.hubs import ADAPTER_CONFIG
 from gcore.models.layout import ADAPTER_FILE, ADAPTER_PREFIX
+from gcore.rollout.client import EngineClient, SamplingParams
+from gcore.types import Version
 
 TARGETS = ("q_proj", "v_proj", "down_proj")
 SEVERAL = ("x", "y")
@@ -200,3 +204,30 @@ def test_an_adapter_of_another_model_is_refused_and_changes_nothing(
         update(core, strange, "0.1")
     assert core.version == "0.0"
     assert finish(core, requests())[0].tokens == before[0].tokens
+
+
+async def test_requests_of_an_engine_process_name_its_adapters(
+    base: Path, folders: dict[str, Path], references: dict[str, Plain]
+) -> None:
+    named = ",".join(f"{name}={folders[name]}" for name in SEVERAL)
+    ids = prompt(3, 9)
+    with engine_process(base, device="cpu", batch_slots=4, adapters=named, weight_version="0.0") as url:
+        client = EngineClient(url, timeout_s=60)
+        try:
+            await client.update_weights(str(folders["one"]), Version(0, 1))
+            params = [SamplingParams(0.0, 6, adapter=name) for name in (None, *SEVERAL)]
+            found = await client.generate_each([ids] * 3, params, seeds=[1, 2, 3], rid="r")
+            assert [sample.spans[0].version for sample in found] == [Version(0, 1), Version(0, 0), Version(0, 0)]
+            for name, sample in zip(("one", *SEVERAL), found, strict=True):
+                table = references[name].table([*ids, *sample.token_ids])[len(ids) - 1 : -1]
+                assert table.argmax(-1).tolist() == list(sample.token_ids)
+            with pytest.raises(EngineError, match=r"'z', which this engine does not have \(it has x, y"):
+                await client.generate(ids, SamplingParams(0.0, 6, adapter="z"), seeds=[1], rid="s")
+        finally:
+            await client.close()
+
+
+@pytest.mark.parametrize("given", ["x", "x=", "=folder", "x=folder,"])
+def test_adapters_of_a_command_line_need_names_and_folders(given: str) -> None:
+    with pytest.raises(UsageError, match="adapters"):
+        parse_engine_arguments("engine", ["--model", "m", "--adapters", given])
