@@ -269,6 +269,7 @@ class EmulatedEngine(ServedEngine[Path]):
         """
         names = request.rids or tuple(uuid.uuid4().hex for _ in request.prompts)
         self.check_names(set(names))
+        request.adapter_numbers({})
         tickets = []
         for prompt, params, asked, name in zip(request.prompts, request.params, request.asked, names, strict=True):
             tokens = check_prompt(self.model, prompt, params, asked)

@@ -288,6 +288,14 @@ class GenerateCall:
         """Return which log-probabilities are requested for the sample at `index` of the response."""
         return self.asked[index // self.params[0].n]
 
+    def adapter_numbers(self, known: Mapping[str, int]) -> list[int]:
+        """Return the number of each prompt's adapter; 0: the policy. `known`: the engine's. Raises EngineError."""
+        unknown = [name for name in self.adapters if name is not None and name not in known]
+        if unknown:
+            there = f"it has {', '.join(known)}" if known else "it has none"
+            raise EngineError(f"lora_path names the adapter {unknown[0]!r}, which this engine does not have ({there})")
+        return [0 if name is None else known[name] for name in self.adapters]
+
 
 def generate_body(value: Any) -> GenerateCall:
     """Check the parsed JSON body of `/generate`. Raises BodyRefused, ParamsRefused, EngineError."""

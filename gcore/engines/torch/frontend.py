@@ -113,7 +113,7 @@ class RequestHandler(AsyncEngine[GenerationRequest, RequestOutput]):
         """
         pairs = list(zip(request.prompts, request.params, request.asked, strict=True))
         prompts = [self._tokens(prompt, params) for prompt, params, _ in pairs]
-        adapters = [self._adapter(name) for name in request.adapters]
+        adapters = request.adapter_numbers(self._generator.adapters)
         names = self.names(request.rids, len(prompts))
         return [
             ticket
@@ -122,14 +122,6 @@ class RequestHandler(AsyncEngine[GenerationRequest, RequestOutput]):
                 tokens, params, self._placed(asked, tokens), name, streams=request.stream, adapter=adapter
             )
         ]
-
-    def _adapter(self, name: str | None) -> int:
-        """Return the number of an adapter. Raises EngineError for an unknown one."""
-        known = self._generator.adapters
-        if name is None or name in known:
-            return 0 if name is None else known[name]
-        there = f"it has {', '.join(known)}" if known else "it has none"
-        raise EngineError(f"lora_path names the adapter {name!r}, which this engine does not have ({there})")
 
     def _tickets(
         self,
