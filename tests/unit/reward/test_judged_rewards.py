@@ -271,7 +271,7 @@ def test_judge_needs_no_answer_field() -> None:
         ({"parts": [{"judge": "tutor", "name": "exact"}]}, [judge_tree()], "both is given|both"),
         ({"parts": [{"judge": "tutor", "answer": "x"}]}, [judge_tree()], "leave options and answer out"),
         ({"judge": "tutor"}, [judge_tree(votes=3)], "votes is 3 with temperature 0"),
-        ({"judge": "tutor"}, [judge_tree(model=None)], "neither is set"),
+        ({"judge": "tutor"}, [judge_tree(model=None)], "none is set"),
         ({"judge": "tutor"}, [judge_tree(opponents=2)], "opponents need"),
         ({"judge": "tutor"}, [judge_tree(kind="classifier")], "verdict needs kind: generative"),
     ],

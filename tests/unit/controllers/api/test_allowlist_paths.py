@@ -92,7 +92,9 @@ def test_every_field_that_names_a_file_is_on_the_list_of_paths() -> None:
         train={"advantage": "gae", "critic": {"path": "/p"}},
     )
     several = spec(data={"path": None, "sources": [one]}, eval={"sources": [one]})
-    listed = {re.sub(r"\.\d+", "", named.where) for part in (whole, several) for named in spec_paths(part)}
+    adapter = {key: value for key, value in JUDGE.items() if key != "model"} | {"adapter": "/p"}
+    beside = spec(judges=[adapter], reward={"judge": "t"}, train={"lora": {"publish": "adapter"}})
+    listed = {re.sub(r"\.\d+", "", named.where) for part in (whole, several, beside) for named in spec_paths(part)}
     # The file of a judge's key is a secret, of which there is a list of its own.
     assert listed == set(path_fields(JobSpec)) - {"judges.external.key"}
 
