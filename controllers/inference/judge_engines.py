@@ -4,7 +4,7 @@ Every controller sends requests to every judge engine, because the weights of ju
 
 Each judge has one pool (`controllers.inference.pool`). The pool of a judge that is an adapter of the policy's model has
 the policy's engines: it sends requests that name the adapter, and leaves weights, sleep and wake to the policy's pool.
- A request goes to the least busy engine. If an engine does not
+A request goes to the least busy engine. If an engine does not
 respond, its requests go to another engine. If it is not known whether an engine serves, the controller asks it before
 it uses the engine again. The plan says which engines run where and which sleep. Only the controller of an engine's node
 puts it to sleep and wakes it; the others poll to find out that it is awake.

@@ -220,9 +220,10 @@ class JobSpec(Section):
 
     def judge_model(self, judge: JudgeSpec) -> JudgeModel:
         """The model that serves a judge of the cluster: its own, or the policy's."""
+        if judge.model is not None:
+            return judge.model
         policy = self.model
-        own = JudgeModel(path=policy.path, trust_remote_code=policy.trust_remote_code, max_length=policy.max_length)
-        return judge.model or own
+        return JudgeModel(path=policy.path, trust_remote_code=policy.trust_remote_code, max_length=policy.max_length)
 
     @property
     def judge_adapters(self) -> dict[str, str]:

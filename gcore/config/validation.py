@@ -59,6 +59,15 @@ def check_judge_adapters(judges: Sequence[str], rollout: RolloutSpec, train: Tra
             f"judge {judges[0]!r} is an adapter of the policy's model, but training changes the weights that engines serve; set "
             "train.lora with publish: adapter, or give the judge a model"
         )
+    elif any(target.rpartition(".")[2] == OUTPUT_LAYER for target in train.lora.targets):
+        yield (
+            f"judge {judges[0]!r} is an adapter of the policy's model, and engines with such judges cannot adapt the output layer "
+            f"({OUTPUT_LAYER}); leave it out of train.lora.targets, or give the judge a model"
+        )
+
+
+OUTPUT_LAYER = "lm_head"
+"""Usual name of a model's output layer."""
 
 
 def check_published_adapters(rollout: RolloutSpec, train: TrainSpec) -> Iterator[str]:

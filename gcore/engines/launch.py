@@ -67,7 +67,10 @@ def _named_folders(given: Any) -> Any:
     pairs = [item.partition("=") for item in given.split(",")]
     if not all(name and folder for name, _, folder in pairs):
         raise ValueError("write NAME=FOLDER, several with commas between them")
-    return {name: folder for name, _, folder in pairs}
+    folders = {name: folder for name, _, folder in pairs}
+    if len(folders) < len(pairs):
+        raise ValueError("a name stands there twice")
+    return folders
 
 
 class EngineLaunch(FrontEndLaunch):

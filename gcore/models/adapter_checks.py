@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import struct
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,23 +27,42 @@ def check_adapter(folder: Path, base: Path) -> None:
         matrices = dict(matrix_shapes(folder / ADAPTER_FILE))
     except (OSError, ValueError, LookupError, struct.error) as error:
         raise DataError(f"cannot read the adapter's weights ({error})", where=str(folder / ADAPTER_FILE)) from error
-    downs = {name: shape for name, shape in matrices.items() if name.endswith(".lora_A")}
-    if not downs:
-        raise DataError("the adapter has no matrices", where=str(folder / ADAPTER_FILE), fix="Save the adapter again")
-    for name, (rank, width) in downs.items():
-        layer = name.removeprefix(ADAPTER_PREFIX).removesuffix(".lora_A")
-        up = matrices.get(name.removesuffix("A") + "B")
+    check_pairs(matrices, config["r"], folder)
+    for name, down in matrices.items():
+        if not name.endswith(".lora_A"):
+            continue
+        layer, up = name.removeprefix(ADAPTER_PREFIX).removesuffix(".lora_A"), matrices[f"{name[:-1]}B"]
         own = shapes.get(layer)
-        if own is None or up is None or (up[0], width) != own or not rank == up[1] == config["r"]:
-            has = f"A {[rank, width]} and B {None if up is None else list(up)}"
+        if own is None or (up[0], down[1]) != own:
             wants = "which the model does not have" if own is None else f"whose matrix is {list(own)}"
             raise DataError(
-                f"the adapter does not fit the model: rank {config['r']}, {has} for layer {layer}, {wants}",
+                f"the adapter does not fit the model: A {list(down)} and B {list(up)} are for layer {layer}, {wants}",
                 where=str(folder),
                 fix="Name an adapter of the model in model.path",
             )
     if (folder / BASE_FILE).is_file():
         check_same_base(base, folder, "Name an adapter of the model in model.path")
+
+
+def check_pairs(matrices: Mapping[str, tuple[int, ...]], rank: int, folder: Path) -> None:
+    """Raise DataError unless the tensors of an adapter are pairs of A [rank, in] and B [out, rank].
+
+    `matrices`: their shapes, by their names in the file without ".weight". `rank`: of the configuration in `folder`.
+    """
+    fix = "Save the adapter again, as PEFT saves LoRA of linear layers"
+    if not matrices:
+        raise DataError("the adapter has no matrices", where=str(folder), fix=fix)
+    for name, shape in sorted(matrices.items()):
+        layer, kind = name[:-1], name[-1:]
+        other = matrices.get(layer + ("B" if kind == "A" else "A"))
+        if not layer.endswith(".lora_") or kind not in ("A", "B") or other is None:
+            raise DataError(f"the adapter's tensor {name} is no part of a pair of A and B", where=str(folder), fix=fix)
+        if len(shape) != 2 or shape[kind == "B"] != rank:
+            raise DataError(
+                f"the adapter's matrix {name} is {list(shape)}, and its configuration has rank {rank}",
+                where=str(folder),
+                fix=fix,
+            )
 
 
 PLAIN_ADAPTER = {"peft_type": "LORA", "bias": "none", "use_dora": False, "use_rslora": False, "fan_in_fan_out": False}
@@ -53,10 +74,12 @@ def require_adapter_config(folder: Path) -> dict[str, Any]:
     kind of adapter than plain LoRA."""
     path = folder / ADAPTER_CONFIG
     try:
-        config = json.loads(path.read_bytes())
-        if not isinstance(config, dict) or not isinstance(config.get("r"), int):
-            raise ValueError("it has no rank r")
-        float(config["lora_alpha"])
+        config: dict[str, Any] = json.loads(path.read_bytes())
+        rank = config.get("r") if isinstance(config, dict) else None
+        if not isinstance(rank, int) or rank < 1:
+            raise ValueError("it has no rank r of at least 1")
+        if not math.isfinite(float(config["lora_alpha"])):
+            raise ValueError("lora_alpha is not finite")
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise DataError(
             f"cannot read the adapter's configuration ({error})",

@@ -18,14 +18,18 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from gcore.errors import DataError
+from gcore.models.adapter_checks import check_pairs, require_adapter_config
 from gcore.models.checks import weight_files
 from gcore.models.dtypes import CODES, FLOATS, model_dtype
-from gcore.models.hubs import ADAPTER_CONFIG
 from gcore.models.layout import ADAPTER_FILE, ADAPTER_PREFIX, TensorShape, file_entry
 from gcore.models.publisher import NamedTensor
 
 _OWN = ".default."
 """What stands before the last part of an adapter's name in a module, but not in a file."""
+
+
+DOWN, UP = ".lora_A.weight", ".lora_B.weight"
+"""How the names of A and of B end in a file."""
 
 
 def stored_name(name: str) -> str:
@@ -60,14 +64,14 @@ class AdapterConfig:
 
     @classmethod
     def read(cls, folder: Path) -> AdapterConfig:
-        """Read the configuration of the adapters in `folder`. Raises DataError."""
-        path = folder / ADAPTER_CONFIG
-        try:
-            found = json.loads(path.read_bytes())
-            targets = tuple(map(str, found["target_modules"]))
-            return cls(str(found["base_model_name_or_path"]), int(found["r"]), float(found["lora_alpha"]), targets)
-        except (OSError, ValueError, LookupError, TypeError) as error:
-            raise DataError(f"cannot read the adapter's configuration ({error})", where=str(path)) from error
+        """Read the configuration of the adapters in `folder`. Raises DataError, also for another kind than plain LoRA."""
+        found = require_adapter_config(folder)
+        return cls(
+            str(found.get("base_model_name_or_path") or ""),
+            found["r"],
+            float(found["lora_alpha"]),
+            tuple(map(str, found.get("target_modules") or ())),
+        )
 
 
 def stored_tensors(folder: Path) -> Iterator[NamedTensor]:
@@ -104,14 +108,14 @@ def merged_tensors(
     `adapters`: A and B by their names in files. `scale`: alpha / rank. Raises DataError if an adapter belongs to no
     matrix of the base model.
     """
-    left = {name for name in adapters if name.endswith(".lora_A.weight")}
+    left = {name for name in adapters if name.endswith(DOWN)}
     for one in stored_tensors(base):
-        down = f"{ADAPTER_PREFIX}{one.name.removesuffix('.weight')}.lora_A.weight"
+        down = f"{ADAPTER_PREFIX}{one.name.removesuffix('.weight')}{DOWN}"
         if down not in adapters:
             yield NamedTensor(one.name, one.tensor.to(dtype) if one.tensor.is_floating_point() else one.tensor)
             continue
         left.discard(down)
-        a, b = adapters[down].float(), adapters[down.replace(".lora_A.", ".lora_B.")].float()
+        a, b = adapters[down].float(), adapters[down.removesuffix(DOWN) + UP].float()
         if (b.shape[0], a.shape[1]) != tuple(one.tensor.shape):
             raise _foreign(base, down)
         yield NamedTensor(one.name, (one.tensor.float() + scale * (b @ a)).to(dtype))
@@ -124,8 +128,8 @@ def adapted_tensors(base: Path, folder: Path) -> Iterator[NamedTensor]:
 
     Raises DataError.
     """
-    config = AdapterConfig.read(folder)
-    return merged_tensors(base, read_adapters(folder), config.alpha / config.rank, model_dtype(base))
+    config, adapters = read_adapter(folder)
+    return merged_tensors(base, adapters, config.alpha / config.rank, model_dtype(base))
 
 
 def describe_base(folder: Path) -> bytes:
@@ -144,6 +148,16 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
     """The bytes of a tensor in host memory, in order."""
     flat = tensor.detach().contiguous().cpu().reshape(-1)
     return flat.view(torch.uint8).numpy().data
+
+
+def read_adapter(folder: Path) -> tuple[AdapterConfig, dict[str, Tensor]]:
+    """Read an adapter to add to a model: its configuration, and A and B by their names in files.
+
+    Raises DataError unless it is plain LoRA and consists of pairs of A and B of its rank.
+    """
+    config, tensors = AdapterConfig.read(folder), read_adapters(folder)
+    check_pairs({name.removesuffix(".weight"): tuple(one.shape) for name, one in tensors.items()}, config.rank, folder)
+    return config, tensors
 
 
 def read_adapters(folder: Path) -> dict[str, Tensor]:

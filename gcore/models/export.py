@@ -73,20 +73,19 @@ def _write_merged(checkpoint: Path, base: Path | None, path: Path) -> None:
     not the model on which the adapters were trained, and OSError.
     """
     from gcore.models.adapters import (  # torch: seconds
-        AdapterConfig,
         merged_tensors,
-        read_adapters,
+        read_adapter,
         served_shapes,
         stored_shapes,
         tensor_bytes,
     )
     from gcore.models.dtypes import model_dtype
 
-    config = AdapterConfig.read(checkpoint)
+    config, adapters = read_adapter(checkpoint)
     folder = Path(config.base) if base is None else base
     check_same_base(folder, checkpoint, "Name the base model with --base, or export the adapter alone with --adapter")
     dtype, shapes = model_dtype(checkpoint), stored_shapes(folder)
     scale = config.alpha / config.rank
     with TensorsFile(path, served_shapes(shapes, dtype), hashed=False) as file:
-        for one in merged_tensors(folder, read_adapters(checkpoint), scale, dtype):
+        for one in merged_tensors(folder, adapters, scale, dtype):
             file.write(one.name, tensor_bytes(one.tensor))

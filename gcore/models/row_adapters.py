@@ -1,9 +1,10 @@
 """Low-rank adapters at run time: several beside each other on one model, chosen row by row.
 
 A linear layer with weight W [out, in] gives W·x for a row without an adapter, and W·x + s·B·A·x for a row with one, with
-A [rank, in], B [out, rank] and s = alpha / rank (Hu et al. 2021, LoRA, section 4.1). The matrices of all adapters of a
-layer are joined along their ranks, and a mask [row, ranks] selects those of each row's adapter. So rows of different
-adapters share a pass, and every shape depends on the number of rows alone, as deterministic decoding needs.
+A [rank, in], B [out, rank] and s = alpha / rank (Hu et al. 2021, LoRA, section 4.1). Rows of different adapters share a
+pass: the product of each adapter that a row of the pass has is computed for all rows, and each row takes its own. So the
+bits of a row depend neither on the adapters of other rows nor on updates of other adapters, and an adapter whose values
+are not finite damages its own rows alone.
 
 Number 0 is the policy's adapter, which weight updates replace; the others are those of judges and never change. They
 stay in memory while the engine sleeps.
@@ -21,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from gcore.errors import DataError
-from gcore.models.adapters import AdapterConfig, read_adapters
+from gcore.models.adapters import DOWN, UP, read_adapter
 from gcore.models.layout import ADAPTER_PREFIX
 
 POLICY = 0
@@ -50,22 +51,12 @@ class _AdaptedLayer:
 
     def __call__(self, x: Tensor) -> Tensor:
         y = self._plain(x)
-        joined = self._adapters.layers.get(self._name)
-        rows = self._adapters.rows
-        if joined is None or rows is None:
-            return y
-        mask = (rows[:, None] == joined.owners).to(x.dtype)
-        mask = mask.view(len(rows), *(1,) * (x.dim() - 2), -1)
-        return y + functional.linear(functional.linear(x, joined.down) * mask, joined.up)
-
-
-@dataclass(frozen=True, slots=True)
-class _Joined:
-    """The matrices of all adapters of a layer. `owners` [ranks]: whose adapter each rank is."""
-
-    owners: Tensor
-    down: Tensor
-    up: Tensor
+        for number, own in self._adapters.chosen.items():
+            matrices = self._adapters.matrices[number].get(self._name)
+            if matrices is not None:
+                added = y + functional.linear(functional.linear(x, matrices.down), matrices.up)
+                y = torch.where(own.view(-1, *(1,) * (x.dim() - 1)), added, y)
+        return y
 
 
 class RowAdapters:
@@ -79,25 +70,22 @@ class RowAdapters:
             if type(layer) is torch.nn.Linear and layer is not module.get_output_embeddings()
         }
         self.names = {name: number for number, name in enumerate(folders, POLICY + 1)}
-        self._matrices = {number: self.read(folders[name]) for name, number in self.names.items()}
-        self.layers: dict[str, _Joined] = {}
-        self.rows: Tensor | None = None
-        """The number of the adapter of each row of the next pass; None: no row has one."""
-        self._join()
+        self.matrices = {number: self.read(folders[name]) for name, number in self.names.items()}
+        """All adapters by number; the policy's only if it has one."""
+        self.chosen: dict[int, Tensor] = {}
+        """By number: which rows [row] of the next pass have this adapter; only adapters that any row has."""
         for name, layer in self._linear.items():
             layer.forward = _AdaptedLayer(layer.forward, self, name)  # type: ignore[assignment]  # any callable serves
 
     def read(self, folder: Path) -> AdapterMatrices:
         """Read an adapter from `folder`, in any thread. Raises DataError if it does not fit the model."""
-        config, tensors = AdapterConfig.read(folder), read_adapters(folder)
+        config, tensors = read_adapter(folder)
         found = {}
-        for name in sorted(tensors):
-            layer, is_down, _ = name.removeprefix(ADAPTER_PREFIX).partition(".lora_A.")
-            if not is_down:
-                continue
-            down, up = tensors[name].float(), tensors[name.replace(".lora_A.", ".lora_B.")].float()
+        for name in sorted(name for name in tensors if name.endswith(DOWN)):
+            layer = name.removeprefix(ADAPTER_PREFIX).removesuffix(DOWN)
+            down, up = tensors[name].float(), tensors[name.removesuffix(DOWN) + UP].float()
             own = self._linear.get(layer)
-            if own is None or (up.shape[0], down.shape[1]) != tuple(own.weight.shape) or down.shape[0] != up.shape[1]:
+            if own is None or (up.shape[0], down.shape[1]) != tuple(own.weight.shape):
                 shape = "which is no linear layer inside the model" if own is None else list(own.weight.shape)
                 raise DataError(
                     f"the adapter's matrices A {list(down.shape)} and B {list(up.shape)} do not fit layer {layer}, {shape}",
@@ -110,25 +98,15 @@ class RowAdapters:
     def set_policy(self, matrices: AdapterMatrices | None) -> None:
         """Replace the policy's adapter; None: it has none."""
         if matrices is None:
-            self._matrices.pop(POLICY, None)
+            self.matrices.pop(POLICY, None)
         else:
-            self._matrices[POLICY] = matrices
-        self._join()
-
-    def _join(self) -> None:
-        self.layers = {}
-        for name, layer in self._linear.items():
-            own = {number: one[name] for number, one in sorted(self._matrices.items()) if name in one}
-            if own:
-                owners = [number for number, one in own.items() for _ in range(len(one.down))]
-                self.layers[name] = _Joined(
-                    torch.tensor(owners, device=layer.weight.device),
-                    torch.cat([one.down for one in own.values()]),
-                    torch.cat([one.up for one in own.values()], 1),
-                )
+            self.matrices[POLICY] = matrices
 
     def select(self, numbers: Sequence[int]) -> None:
         """Set the adapter of each row of the next pass."""
-        used = any(number in self._matrices for number in numbers)
-        device = next(iter(self._linear.values())).weight.device if used else None
-        self.rows = torch.tensor(numbers, device=device) if used else None
+        used = sorted(self.matrices.keys() & set(numbers))
+        if used:
+            rows = torch.tensor(numbers, device=next(iter(self._linear.values())).weight.device)
+            self.chosen = {number: rows == number for number in used}
+        else:
+            self.chosen = {}

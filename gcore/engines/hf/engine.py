@@ -425,6 +425,7 @@ def start_engine(launch: EngineLaunch, text: Detokenizer | None) -> HfCore:
     for value, wanted in (
         ("task classify", launch.task == "classify"),
         ("deterministic", launch.deterministic),
+        ("adapters", bool(launch.adapters)),
     ):
         if wanted:
             raise UsageError(f"the Hugging Face engine has no {value}", fix="Use python -m gcore.engines.torch")

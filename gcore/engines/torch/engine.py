@@ -551,15 +551,34 @@ class EngineCore(GeneratorBase):
         """Load a folder's weights into host memory, in any thread. Raises EngineError if they do not fit.
 
         With adapters at run time, a folder that has an adapter alone becomes the policy's adapter beside those of judges.
+        The model's own folder takes the policy's adapter away. Other folders are refused.
         """
         adapters = self._model.adapters
-        if adapters is None or not (folder / ADAPTER_FILE).is_file():
+        if adapters is None:
             return super().stage_weights(folder)
         check_awake(self._model)
-        try:
-            return StagedWeights({}, adapters.read(folder))
-        except DataError as error:
-            raise EngineError(error.what, where=error.where, fix="Repeat the weight sync") from error
+        if (folder / ADAPTER_FILE).is_file():
+            try:
+                return StagedWeights({}, adapters.read(folder))
+            except DataError as error:
+                raise EngineError(error.what, where=error.where, fix="Repeat the weight sync") from error
+        if folder.resolve() != self._model.folder.resolve():
+            raise self._fixed_base(str(folder))
+        return StagedWeights({})
+
+    def _fixed_base(self, where: str | None = None) -> EngineError:
+        return EngineError(
+            f"the weights of {self._model.folder} cannot be replaced, because this engine serves adapters on them "
+            f"({', '.join(self.adapters)})",
+            where=where,
+            fix="Publish an adapter alone (train.lora.publish: adapter)",
+        )
+
+    def change_weights(self, staged: StagedWeights, version: str | None, *, flush: bool, abort: bool) -> None:
+        """Serve `staged` weights. See `EngineBase.change_weights`."""
+        if self._model.adapters is not None and staged.tensors:
+            raise self._fixed_base()
+        super().change_weights(staged, version, flush=flush, abort=abort)
 
     def _apply_weights(self, staged: StagedWeights) -> None:
         super()._apply_weights(staged)

@@ -87,7 +87,11 @@ Core = GeneratorBase | ClassifierCore
 
 def start_core(launch: EngineLaunch, text: Detokenizer | None) -> Core:
     """Create the core of the torch engine for the task of a launch document. Raises like `start_engine`."""
-    return start_classifier(launch, text) if launch.task == "classify" else start_engine(launch, text)
+    if launch.task != "classify":
+        return start_engine(launch, text)
+    if launch.adapters:
+        raise UsageError("a classifier serves no adapters", where="--adapters", fix="Remove it")
+    return start_classifier(launch, text)
 
 
 SWITCH_S = 0.0005

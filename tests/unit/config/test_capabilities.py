@@ -83,6 +83,7 @@ def test_an_adapter_may_judge_beside_a_policy_of_adapters() -> None:
     ("changes", "said"),
     [
         pytest.param({"train": {}}, "train.lora with publish: adapter", id="whole-policy"),
+        pytest.param({"train": {"lora": {"publish": "adapter", "targets": ["lm_head"]}}}, "output layer", id="output"),
         pytest.param({"train": {"lora": {}}}, "train.lora with publish: adapter", id="merged"),
         pytest.param(
             {"rollout": {"engine": "vllm", "max_new_tokens": 4}}, "needs rollout.engine: torch, not vllm", id="vllm"

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +17,15 @@ from engine_core import LLAMA_LIKE, Plain, finish, make_core, prompt, save, task
 from engine_processes import engine_process
 from safetensors.torch import save_file
 
-from gcore.engines.launch import parse_engine_arguments
+from gcore.engines.hf.engine import start_engine as start_hf
+from gcore.engines.launch import EngineLaunch, parse_engine_arguments
 from gcore.engines.request import GenerationRequest, RequestOutput
 from gcore.engines.torch.engine import EngineCore
+from gcore.engines.torch.model import StagedWeights
 from gcore.engines.torch.model_runner import DeterministicRunner, FastRunner, GenericRunner
+from gcore.engines.torch.server import start_core
 from gcore.errors import DataError, EngineError, UsageError
-from gcore.models.adapters import AdapterConfig, adapted_tensors
+from gcore.models.adapters import AdapterConfig, adapted_tensors, read_adapters
 from gcore.models.hubs import ADAPTER_CONFIG
 from gcore.models.layout import ADAPTER_FILE, ADAPTER_PREFIX
 from gcore.rollout.client import EngineClient, SamplingParams
@@ -137,8 +143,11 @@ def test_adapters_work_with_the_generic_runner(tmp_path: Path) -> None:
     check(asked, finish(core, asked), [Plain(base), *(Plain(merge(base, folders[name])) for name in SEVERAL)])
 
 
-def test_an_update_changes_the_policy_alone(base: Path, folders: dict[str, Path], references: dict[str, Plain]) -> None:
-    core = start(base, folders)
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_an_update_changes_the_policy_alone(
+    base: Path, folders: dict[str, Path], references: dict[str, Plain], deterministic: bool
+) -> None:
+    core = start(base, folders, deterministic=deterministic)
     before = finish(core, requests())
     for number, name in enumerate(("one", "two"), 1):
         update(core, folders[name], f"0.{number}")
@@ -150,6 +159,7 @@ def test_an_update_changes_the_policy_alone(base: Path, folders: dict[str, Path]
             assert {span.version for span in found[one.number].spans} == {version}
             if one.adapter:
                 assert found[one.number].tokens == before[one.number - 100 * number].tokens
+                assert found[one.number].logprobs == before[one.number - 100 * number].logprobs, "other bits"
     update(core, base, "0.3")
     check(requests(900), finish(core, requests(900)), [references[name] for name in ("", *SEVERAL)])
 
@@ -206,6 +216,90 @@ def test_an_adapter_of_another_model_is_refused_and_changes_nothing(
     assert finish(core, requests())[0].tokens == before[0].tokens
 
 
+def test_a_policy_that_is_not_finite_leaves_the_judges_alone(
+    base: Path, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    broken = shutil.copytree(folders["one"], tmp_path / "broken")
+    save_file({name: one * float("nan") for name, one in read_adapters(broken).items()}, broken / ADAPTER_FILE)
+    core = start(base, folders)
+    before = finish(core, requests())
+    update(core, broken, "0.1")
+    for number, found in finish(core, requests()).items():
+        assert found.ending is not None
+        if number % 3:
+            assert found.logprobs == before[number].logprobs
+        else:
+            assert found.ending.kind == "abort"
+
+
+def change_config(folder: Path, **settings: Any) -> None:
+    path = folder / ADAPTER_CONFIG
+    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
+
+
+def drop_ups(folder: Path) -> None:
+    save_file({n: one for n, one in read_adapters(folder).items() if ".lora_A." in n}, folder / ADAPTER_FILE)
+
+
+def drop_all(folder: Path) -> None:
+    save_file({}, folder / ADAPTER_FILE)
+
+
+def add_foreign(folder: Path) -> None:
+    save_file({**read_adapters(folder), "base_model.model.norm.weight": torch.ones(4)}, folder / ADAPTER_FILE)
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        pytest.param(partial(change_config, r=7), "its configuration has rank 7", id="another-rank"),
+        pytest.param(partial(change_config, r=0), "rank r of at least 1", id="rank-0"),
+        pytest.param(partial(change_config, lora_alpha=float("inf")), "not finite", id="endless-alpha"),
+        pytest.param(partial(change_config, use_rslora=True), "only plain LoRA", id="rslora"),
+        pytest.param(partial(change_config, rank_pattern={"q_proj": 4}), "only plain LoRA", id="several-ranks"),
+        pytest.param(drop_ups, "no part of a pair", id="no-up"),
+        pytest.param(drop_all, "has no matrices", id="empty"),
+        pytest.param(add_foreign, "norm is no part of a pair", id="foreign-tensor"),
+    ],
+)
+@pytest.mark.parametrize("beside", [False, True], ids=["merged", "beside-judges"])
+def test_an_incomplete_adapter_is_refused_and_changes_nothing(
+    base: Path, folders: dict[str, Path], tmp_path: Path, damage: Callable[[Path], None], said: str, beside: bool
+) -> None:
+    damaged = shutil.copytree(folders["one"], tmp_path / "damaged")
+    damage(damaged)
+    core = start(base, folders) if beside else make_core(base, weight_version="0.0")
+    before = finish(core, requests()[::3])
+    with pytest.raises((EngineError, DataError), match=said):
+        update(core, damaged, "0.1")
+    assert core.version == "0.0"
+    assert {n: one.logprobs for n, one in finish(core, requests()[::3]).items()} == {
+        n: one.logprobs for n, one in before.items()
+    }
+    if beside:
+        with pytest.raises(DataError, match=said):
+            start(base, folders | {"x": damaged})
+
+
+def test_the_base_under_adapters_cannot_be_replaced(base: Path, folders: dict[str, Path], tmp_path: Path) -> None:
+    other = save(transformers.LlamaConfig(**LLAMA_LIKE), tmp_path / "other", seed=1)
+    core = start(base, folders)
+    with pytest.raises(EngineError, match=r"serves adapters on them \(x, y\)"):
+        core.stage_weights(other)
+    broadcast = StagedWeights({"lm_head.weight": torch.zeros(1)})
+    with pytest.raises(EngineError, match="cannot be replaced"):
+        core.change_weights(broadcast, "0.1", flush=True, abort=True)
+    assert core.version == "0.0"
+
+
+def test_engines_that_serve_no_adapters_refuse_them_at_the_start(base: Path, folders: dict[str, Path]) -> None:
+    launch = EngineLaunch(model=str(base), device="cpu", adapters={"x": str(folders["x"])})
+    with pytest.raises(UsageError, match="no adapters"):
+        start_hf(launch, None)
+    with pytest.raises(UsageError, match="no adapters"):
+        start_core(launch.model_copy(update={"task": "classify"}), None)
+
+
 async def test_requests_of_an_engine_process_name_its_adapters(
     base: Path, folders: dict[str, Path], references: dict[str, Plain]
 ) -> None:
@@ -227,7 +321,7 @@ async def test_requests_of_an_engine_process_name_its_adapters(
             await client.close()
 
 
-@pytest.mark.parametrize("given", ["x", "x=", "=folder", "x=folder,"])
+@pytest.mark.parametrize("given", ["x", "x=", "=folder", "x=folder,", "x=a,x=b"])
 def test_adapters_of_a_command_line_need_names_and_folders(given: str) -> None:
     with pytest.raises(UsageError, match="adapters"):
         parse_engine_arguments("engine", ["--model", "m", "--adapters", given])
