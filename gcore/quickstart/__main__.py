@@ -22,7 +22,17 @@ def _arithmetic(to: Path, seed: int) -> str:
 
 def _arithmetic_judge(to: Path, seed: int) -> str:
     made = arithmetic.prepare_arithmetic_judge(to, seed=seed).manifest
-    return f"{made.judge_accuracy:.1%} of verdicts right, {made.judge_false_yes:.1%} of wrong answers called right"
+    return _verdicts(made.judge_accuracy, made.judge_false_yes)
+
+
+def _arithmetic_judge_adapter(to: Path, seed: int) -> str:
+    made = arithmetic.prepare_judge_adapter(to, seed=seed).manifest
+    right = f"{made.greedy_accuracy:.1%} of held-out sums right before RL"
+    return f"{right}; {_verdicts(made.judge_accuracy, made.judge_false_yes)}"
+
+
+def _verdicts(accuracy: float, false_yes: float) -> str:
+    return f"{accuracy:.1%} of verdicts right, {false_yes:.1%} of wrong answers called right"
 
 
 def _calculator(to: Path, seed: int) -> str:
@@ -33,6 +43,7 @@ def _calculator(to: Path, seed: int) -> str:
 EXAMPLES: Mapping[str, Callable[[Path, int], str]] = {
     "arithmetic": _arithmetic,
     "arithmetic-judge": _arithmetic_judge,
+    "arithmetic-judge-adapter": _arithmetic_judge_adapter,
     "calculator": _calculator,
 }
 

@@ -1,9 +1,10 @@
 """The arithmetic example and its judge: sums, held-out sums, and small models that are warm-started on them.
 
-`prepare_arithmetic` and `prepare_arithmetic_judge` make one folder each (`gcore.quickstart.folder`):
+`prepare_arithmetic`, `prepare_arithmetic_judge` and `prepare_judge_adapter` make one folder each (`gcore.quickstart.folder`):
 
     train.jsonl, eval.jsonl    prompts and answers; no pair of operands is in both (not in the judge's folder)
     model/                     a qwen3 of 1.0M parameters with its own tokenizer (`gcore.quickstart.pretraining`)
+    adapter/                   the judge as a low-rank adapter of this model (only `prepare_judge_adapter`)
     manifest.json              the recipe, and size and hash of every other file
 
 The same recipe, seed and number of updates give the same bytes on the same machine and torch version. Across machines the data is
@@ -33,13 +34,16 @@ The judge's lesson has all pairs, including those held out from the policy.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from gcore.errors import DataError
 from gcore.quickstart.folder import PreparedFolder, PreparedManifest, Recipe, Reporter, make_or_find
 from gcore.quickstart.lessons import Lesson, hashed_numbers, shuffle_exercises, to_jsonl
+
+if TYPE_CHECKING:
+    from gcore.quickstart.pretraining import SmallModel
 
 SUMS_CHARACTERS = "0123456789+="
 
@@ -172,8 +176,7 @@ def _fill_arithmetic(
     )
 
     split = split_sums(seed)
-    (draft / "train.jsonl").write_text(to_jsonl(split.train), encoding="utf-8")
-    (draft / "eval.jsonl").write_text(to_jsonl(split.held_out), encoding="utf-8")
+    _write_sums(split, draft)
     with reporter:
         taught = teach_model(split.lesson, seed=seed, updates=warm_updates, report=reporter.report, must_fit=must_fit)
     save_model(taught.model, draft / "model")
@@ -186,6 +189,11 @@ def _fill_arithmetic(
         greedy_accuracy=taught.greedy_accuracy,
         pass_at_8=any_sample_accuracy(taught.model, split.lesson, seed=seed, samples=8),
     )
+
+
+def _write_sums(split: SumSplit, folder: Path) -> None:
+    (folder / "train.jsonl").write_text(to_jsonl(split.train), encoding="utf-8")
+    (folder / "eval.jsonl").write_text(to_jsonl(split.held_out), encoding="utf-8")
 
 
 JUDGE_CHARACTERS = SUMS_CHARACTERS + "?:YN"
@@ -378,23 +386,36 @@ def prepare_arithmetic_judge(
 
 
 def _fill_judge(draft: Path, seed: int, updates: int, reporter: Reporter, *, must_fit: bool) -> JudgeManifest:
-    from gcore.quickstart.pretraining import (
-        THREADS,
-        deterministic_torch,
-        generate_responses,
-        save_model,
-        teach_model,
-        torch_version,
-    )  # imports torch
+    from gcore.quickstart.pretraining import THREADS, save_model, teach_model, torch_version  # imports torch
 
     split = split_sums(seed)
     lesson = judge_lesson(split)
     with reporter:
         taught = teach_model(lesson, seed=seed, updates=updates, report=reporter.report, must_fit=must_fit)
+    marks = _measure_judge(taught.model, lesson, split, seed, updates, must_fit=must_fit)
+    save_model(taught.model, draft / "model")
+    return JudgeManifest(
+        recipe=JUDGE_RECIPE,
+        seed=seed,
+        updates=updates,
+        threads=THREADS,
+        torch=torch_version(),
+        judge_accuracy=marks.accuracy,
+        judge_false_yes=marks.false_yes,
+    )
+
+
+def _measure_judge(
+    judge: SmallModel, lesson: Lesson, split: SumSplit, seed: int, updates: int, *, must_fit: bool
+) -> VerdictAccuracy:
+    """Measure the verdicts of a judge that was trained for `updates` updates. With `must_fit`, raise DataError if they
+    are not good enough."""
+    from gcore.quickstart.pretraining import deterministic_torch, generate_responses  # imports torch
+
     asked = held_out_answers(split)
     with deterministic_torch(seed):
         marks = score_verdicts(
-            asked, generate_responses(taught.model, [one.prompt for one in asked], lesson.longest_answer, None)
+            asked, generate_responses(judge, [one.prompt for one in asked], lesson.longest_answer, None)
         )
     if must_fit and (marks.accuracy < LEAST_ACCURACY or marks.false_yes > MOST_FALSE_YES):
         raise DataError(
@@ -403,13 +424,92 @@ def _fill_judge(draft: Path, seed: int, updates: int, reporter: Reporter, *, mus
             where=f"seed {seed}",
             fix="Use another seed",
         )
-    save_model(taught.model, draft / "model")
-    return JudgeManifest(
-        recipe=JUDGE_RECIPE,
+    return marks
+
+
+ADAPTER_RECIPE = 1
+"""Increase it with every change of the prepared content, so that folders of an older recipe are prepared again."""
+
+ADAPTER_RANK = 32
+
+
+class JudgeAdapterManifest(PreparedManifest):
+    """The manifest of the judge as an adapter: the fields of the judge's, and `rank` of the adapter. `greedy_accuracy`:
+    accuracy on held-out sums of the model that both the policy and the judge start from."""
+
+    example: Literal["arithmetic-judge-adapter"] = "arithmetic-judge-adapter"
+    warm_updates: int
+    updates: int
+    rank: int
+    greedy_accuracy: float
+    judge_accuracy: float
+    judge_false_yes: float
+
+
+def prepare_judge_adapter(
+    to: Path,
+    *,
+    seed: int = 0,
+    progress: bool = True,
+    warm_updates: int = WARM_UPDATES,
+    updates: int = UPDATES,
+    must_fit: bool = True,
+) -> PreparedFolder[JudgeAdapterManifest]:
+    """Prepare data, a warm-started model, and the judge as an adapter of this model in the folder `to`, or reuse them.
+
+    `warm_updates`, `updates`: optimizer updates of the model and of the adapter. `must_fit`: require of the model what
+    `prepare_arithmetic` requires, and of the judge what `prepare_arithmetic_judge` does. Raises DataError if they miss
+    it, if `to` is something other than this example, or if it cannot be written.
+    """
+
+    def fill(draft: Path) -> JudgeAdapterManifest:
+        reporters = [Reporter.for_terminal(progress, what) for what in ("warm start", "judge")]
+        return _fill_judge_adapter(draft, seed, warm_updates, updates, *reporters, must_fit=must_fit)
+
+    asked = {"recipe": ADAPTER_RECIPE, "seed": seed, "warm_updates": warm_updates, "updates": updates}
+    return make_or_find(to, Recipe("arithmetic-judge-adapter", JudgeAdapterManifest, asked, fill))
+
+
+def _fill_judge_adapter(
+    draft: Path, seed: int, warm_updates: int, updates: int, warming: Reporter, judging: Reporter, *, must_fit: bool
+) -> JudgeAdapterManifest:
+    from gcore.quickstart.pretraining import (  # imports torch
+        THREADS,
+        save_adapter,
+        save_model,
+        teach_adapter,
+        teach_model,
+        torch_version,
+    )
+
+    split = split_sums(seed)
+    _write_sums(split, draft)
+    sums = replace(split.lesson, characters=JUDGE_CHARACTERS)  # the judge has the policy's tokenizer
+    with warming:
+        base = teach_model(sums, seed=seed, updates=warm_updates, report=warming.report, must_fit=must_fit)
+    save_model(base.model, draft / "model")
+    lesson = judge_lesson(split)
+    with judging:
+        judge = teach_adapter(
+            base.model,
+            lesson,
+            rank=ADAPTER_RANK,
+            seed=seed,
+            updates=updates,
+            report=judging.report,
+            must_fit=must_fit,
+        )
+    marks = _measure_judge(judge.model, lesson, split, seed, updates, must_fit=must_fit)
+    save_adapter(judge.model, ADAPTER_RANK, draft / "model", draft / "adapter")
+    return JudgeAdapterManifest(
+        recipe=ADAPTER_RECIPE,
         seed=seed,
+        warm_updates=warm_updates,
         updates=updates,
+        rank=ADAPTER_RANK,
         threads=THREADS,
         torch=torch_version(),
+        greedy_accuracy=base.greedy_accuracy,
         judge_accuracy=marks.accuracy,
         judge_false_yes=marks.false_yes,
     )

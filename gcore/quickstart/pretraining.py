@@ -21,12 +21,18 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional
 
+from gcore.config.train import LoraSpec
 from gcore.errors import DataError
+from gcore.models.adapters import describe_base, stored_name
+from gcore.models.hubs import ADAPTER_CONFIG
+from gcore.models.layout import ADAPTER_FILE, BASE_FILE
 from gcore.quickstart.folder import TeachingProgress
 from gcore.quickstart.lessons import CONTEXT, Alphabet, Exercise, Lesson, save_tokenizer
+from gcore.train.backends.adapters import adapter_config, add_adapters
 
 THREADS = 1
 
@@ -90,16 +96,34 @@ def generate_responses(
 
 def save_model(model: SmallModel, folder: Path) -> None:
     """Save a folder that `AutoModelForCausalLM`, `AutoTokenizer` and the `tokenizers` library can load. Raises OSError."""
+    with _system_errors(folder), _without_progress_bars():
+        model.network.save_pretrained(folder)
+    save_tokenizer(model.alphabet, folder)
+
+
+def save_adapter(model: SmallModel, rank: int, base: Path, folder: Path) -> None:
+    """Save the adapter of a model that `teach_adapter` trained, in PEFT's layout and with the digests of its base.
+
+    `base`: folder of the saved base model. `folder`: is created. Raises OSError.
+    """
+    tensors = {stored_name(name): one.data for name, one in model.network.named_parameters() if one.requires_grad}
+    folder.mkdir()
+    (folder / ADAPTER_CONFIG).write_bytes(adapter_config(model.network, LoraSpec(rank=rank), Path(base.name)).encode())
+    (folder / BASE_FILE).write_bytes(describe_base(base))
+    with _system_errors(folder):
+        save_file(tensors, folder / ADAPTER_FILE)
+
+
+@contextmanager
+def _system_errors(folder: Path) -> Iterator[None]:
+    """Raise the system's error behind an error of safetensors, such as a full disk: it is only in the text."""
     try:
-        with _without_progress_bars():
-            model.network.save_pretrained(folder)
+        yield
     except SafetensorError as error:
-        # The system's error, such as a full disk, is only in the text.
         number = re.search(r"os error (\d+)", str(error))
         if number is None:
             raise
         raise OSError(int(number[1]), os.strerror(int(number[1])), str(folder)) from error
-    save_tokenizer(model.alphabet, folder)
 
 
 @contextmanager
@@ -153,6 +177,7 @@ def _without_progress_bars() -> Iterator[None]:
 
 
 PEAK_LEARNING_RATE = 1.5e-3
+ADAPTER_LEARNING_RATE = 3e-3
 WARMUP_UPDATES = 20
 
 DECAY_SHARE = 0.6
@@ -210,17 +235,49 @@ def teach_model(
     """
     with deterministic_torch(seed):
         model = new_model(Alphabet(lesson.characters))
-        look = _train(model, lesson, seed, updates, report)
-        if must_fit and not look.fits(lesson):
-            low, high = lesson.band
-            raise DataError(
-                f"after {updates} updates, the model is right on {look.accuracy:.1%} of the held-out prompts, not on "
-                f"{low:.0%} to {high:.0%}",
-                where=f"seed {seed}",
-                fix="Use another seed",
-            )
-        model.network.load_state_dict(look.weights)
-        return TaughtModel(model, look.accuracy)
+        return _teach(model, lesson, seed, updates, PEAK_LEARNING_RATE, report, must_fit=must_fit)
+
+
+def teach_adapter(
+    base: SmallModel,
+    lesson: Lesson,
+    *,
+    rank: int,
+    seed: int,
+    updates: int,
+    report: Callable[[TeachingProgress], None],
+    must_fit: bool = True,
+) -> TaughtModel:
+    """Add a low-rank adapter of all linear layers but the output layer to the model, and train it as `teach_model`
+    trains a model. The weights of `base` stay as they are."""
+    with deterministic_torch(seed):
+        add_adapters(base.network, LoraSpec(rank=rank), seed, torch.float32, Path("model"))
+        return _teach(base, lesson, seed, updates, ADAPTER_LEARNING_RATE, report, must_fit=must_fit)
+
+
+def _teach(
+    model: SmallModel,
+    lesson: Lesson,
+    seed: int,
+    updates: int,
+    peak: float,
+    report: Callable[[TeachingProgress], None],
+    *,
+    must_fit: bool,
+) -> TaughtModel:
+    """Train what is trainable of the model, and give it the weights of the last measurement with an accuracy in
+    `lesson.band`. `peak`: highest learning rate."""
+    look = _train(model, lesson, seed, updates, peak, report)
+    if must_fit and not look.fits(lesson):
+        low, high = lesson.band
+        raise DataError(
+            f"after {updates} updates, the model is right on {look.accuracy:.1%} of the held-out prompts, not on "
+            f"{low:.0%} to {high:.0%}",
+            where=f"seed {seed}",
+            fix="Use another seed",
+        )
+    model.network.load_state_dict(look.weights)
+    return TaughtModel(model, look.accuracy)
 
 
 def any_sample_accuracy(model: SmallModel, lesson: Lesson, *, seed: int, samples: int) -> float:
@@ -232,25 +289,26 @@ def any_sample_accuracy(model: SmallModel, lesson: Lesson, *, seed: int, samples
 
 
 def _train(
-    model: SmallModel, lesson: Lesson, seed: int, updates: int, report: Callable[[TeachingProgress], None]
+    model: SmallModel, lesson: Lesson, seed: int, updates: int, peak: float, report: Callable[[TeachingProgress], None]
 ) -> _Look:
     """Train the model. Returns the last measurement with an accuracy in `lesson.band`, or if there is none, the last
     one."""
     network = model.network
     generator = torch.Generator().manual_seed(seed)
     sources = [_demonstrations(source, model.alphabet, lesson.longest_row) for source in lesson.sources]
-    optimizer = torch.optim.AdamW(network.parameters(), lr=0.0, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+    trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=0.0, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
     kept: _Look | None = None
     accuracy: float | None = None
     network.train()
     for update in range(1, updates + 1):
         for group in optimizer.param_groups:
-            group["lr"] = _learning_rate(update, updates)
+            group["lr"] = peak * _learning_rate(update, updates)
         inputs, labels = _batch(sources, lesson, generator)
         logits = network(input_ids=inputs[:, :-1]).logits
         loss = functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=_IGNORE)
         torch.autograd.backward(loss)
-        torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
         optimizer.zero_grad()
         last_quarter = 4 * update > 3 * updates
@@ -271,9 +329,9 @@ def _look(model: SmallModel, lesson: Lesson, update: int) -> _Look:
 
 
 def _learning_rate(update: int, updates: int) -> float:
-    """Return the learning rate: a warm-up, a constant part, then a linear decay to a twentieth."""
+    """Return the learning rate as a share of its peak: a warm-up, a constant part, then a linear decay to a twentieth."""
     left = max(0.05, (updates - update) / max(1.0, DECAY_SHARE * updates))
-    return PEAK_LEARNING_RATE * min(1.0, update / WARMUP_UPDATES, left)
+    return min(1.0, update / WARMUP_UPDATES, left)
 
 
 def _batch(sources: Sequence[_Demonstrations], lesson: Lesson, generator: torch.Generator) -> tuple[Tensor, Tensor]:

@@ -30,6 +30,14 @@ def judge() -> Path:
 
 
 @pytest.fixture(scope="session")
+def judge_adapter() -> Path:
+    """The folder of the example's base model with the judge as its adapter; cached likewise."""
+    folder = ROOT / ".cache" / "examples" / "arithmetic-judge-adapter"
+    arithmetic_judge.prepare_judge_adapter(folder, progress=False)
+    return folder
+
+
+@pytest.fixture(scope="session")
 def spec(example: Path) -> Path:
     """The example's spec, whose model and data are prepared."""
     return ROOT / "examples" / "arithmetic" / "grpo.yaml"

@@ -360,6 +360,7 @@ def schema() -> None:
     FILES,
     "gcore prepare arithmetic --to .cache/examples/arithmetic",
     "[dim]A judge for its responses:[/dim]  gcore prepare arithmetic-judge",
+    "[dim]The judge as an adapter:[/dim]  gcore prepare arithmetic-judge-adapter",
     "[dim]A model that can call a calculator:[/dim]  gcore prepare calculator",
 )
 def prepare(

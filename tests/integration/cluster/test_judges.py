@@ -24,6 +24,7 @@ pytestmark = [pytest.mark.serial, pytest.mark.timeout(300)]
 
 ROOT = Path(__file__).parents[3]
 SPEC = ROOT / "examples" / "arithmetic" / "judge.yaml"
+ADAPTER_SPEC = SPEC.with_name("judge_adapter.yaml")
 SHORT = 16
 """Steps. Most of what there is to learn is learned by then."""
 
@@ -86,6 +87,22 @@ def test_trained_samples_were_scored_by_the_judge(cluster: LocalClusterState, tm
 @pytest.mark.usefixtures("example", "judge")
 def test_a_policy_learns_from_a_judge_alone(home: Path) -> None:
     before, after, judged = accuracies(run_to_the_end(SPEC, home, ["--set", f"flow.steps={SHORT}"]))
+    assert before < 0.5
+    assert after >= 0.85
+    assert abs(judged - after) < 0.06, "the judge is nearly always right"
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(900)
+@pytest.mark.usefixtures("judge_adapter")
+def test_a_judge_that_is_an_adapter_teaches_though_an_engine_is_killed(home: Path) -> None:
+    run = ClusterRun(ADAPTER_SPEC, home, "--set", f"flow.steps={SHORT}")
+    try:
+        run.until_step(3)
+        run.kill_worker("rollout", child=True)  # the engine serves the policy and the judge
+        before, after, judged = accuracies(run.wait())
+    finally:
+        run.close()
     assert before < 0.5
     assert after >= 0.85
     assert abs(judged - after) < 0.06, "the judge is nearly always right"

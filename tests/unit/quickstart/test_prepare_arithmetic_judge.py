@@ -7,15 +7,24 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from gcore.data.renderer import PromptRenderer
 from gcore.errors import DataError
+from gcore.models.adapter_checks import check_adapter
 from gcore.quickstart import __main__ as command
 from gcore.quickstart import __main__ as examples
 from gcore.quickstart import arithmetic
 from gcore.quickstart import arithmetic as arithmetic_judge
 from gcore.quickstart import folder as prepared_folder
-from gcore.quickstart.arithmetic import JUDGE_CHARACTERS, JudgeManifest, VerdictAccuracy, prepare_arithmetic_judge
+from gcore.quickstart.arithmetic import (
+    JUDGE_CHARACTERS,
+    JudgeManifest,
+    VerdictAccuracy,
+    prepare_arithmetic_judge,
+    prepare_judge_adapter,
+    split_sums,
+)
 from gcore.quickstart.folder import PreparedFolder
 
 UPDATES = 3
@@ -111,11 +120,27 @@ def test_a_judge_whose_verdicts_are_not_good_enough_is_not_left_behind(
     assert [path.name for path in tmp_path.iterdir()] == [".arithmetic-judge.lock"]
 
 
+def test_the_judge_as_an_adapter_fits_its_base_in_gcore_and_in_peft(tmp_path: Path) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    made = prepare_judge_adapter(tmp_path / "made", progress=False, warm_updates=1, updates=2, must_fit=False)
+    check_adapter(made.folder / "adapter", made.model)  # compares the base's digests too
+    base = AutoModelForCausalLM.from_pretrained(made.model)
+    tokens = torch.tensor([[1, 2, 3]])
+    before = base(tokens).logits
+    adapted = PeftModel.from_pretrained(base, made.folder / "adapter")
+    assert not torch.equal(adapted(tokens).logits, before), "two updates changed B"
+    assert (made.folder / "train.jsonl").read_text().count("\n") == len(split_sums(0).train)
+    again = prepare_judge_adapter(made.folder, progress=False, warm_updates=1, updates=2, must_fit=False)
+    assert again.cached
+
+
 def test_the_command_knows_every_example_and_says_what_there_is(
     judge: PreparedFolder[JudgeManifest], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(arithmetic_judge, "prepare_arithmetic_judge", lambda to, *, seed: judge)
-    assert set(examples.EXAMPLES) == {"arithmetic", "arithmetic-judge", "calculator"}
+    assert set(examples.EXAMPLES) == {"arithmetic", "arithmetic-judge", "arithmetic-judge-adapter", "calculator"}
     assert command.main(["arithmetic-judge", "--to", str(judge.folder)]) == 0
     said = capsys.readouterr().out
     assert said.startswith(f"{judge.folder}: {judge.manifest.judge_accuracy:.1%} of verdicts right, ")
