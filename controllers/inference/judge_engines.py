@@ -200,7 +200,6 @@ class JudgePool(EnginePool):
         """`uid`: the job. `me`: this run of the controller, which makes request names unique, because all controllers
         send requests to these engines."""
         patience = HealthLimits(spec.rollout.silent_s, spec.rollout.watchdog_s, judge.timeout_s)
-        self._beside_policy = judge.adapter is not None
         super().__init__(
             changes,
             judge.timeout_s,
@@ -208,12 +207,13 @@ class JudgePool(EnginePool):
             clock=clock,
             patience=patience,
             metrics=metrics,
-            pool="rollout" if self._beside_policy else "reward",
+            pool="reward",
         )
+        self.beside_policy = judge.adapter is not None
         self._uid = uid
         self._judge = judge
         self._folder = Path(spec.judge_model(judge).path)
-        self._batch_slots = spec.rollout.batch_slots if self._beside_policy else judge.serving.batch_slots
+        self._batch_slots = spec.rollout.batch_slots if self.beside_policy else judge.serving.batch_slots
         self._asking: dict[str, asyncio.Task[None]] = {}
         """By instance: tasks that ask an engine for its weights."""
         self._next: dict[str, float] = {}
@@ -222,7 +222,7 @@ class JudgePool(EnginePool):
 
     async def aim(self, workers: Mapping[str, WorkerRecord]) -> None:
         """Set the present workers of the cluster. Those that serve this judge receive requests from now on."""
-        role, engine = ("rollout", "") if self._beside_policy else ("reward", self._judge.name)
+        role, engine = ("rollout", "") if self.beside_policy else ("reward", self._judge.name)
         wanted = (role, self._uid, engine, "serving")
         await super().aim(
             {name: one for name, one in workers.items() if (one.role, one.job_uid, one.judge, one.state) == wanted}
@@ -246,6 +246,9 @@ class JudgePool(EnginePool):
         now = self._clock.monotonic()
         self.rows = ceil(self._batch_slots / max(controllers, 1))
         super().look_after()
+        if self.beside_policy:
+            # The policy's pool decides whether its engines hang. Here, questions may only have waited behind rollouts.
+            self.forgive_hung()
         for instance, view in self.views.items():
             if instance in self._shut:
                 continue
@@ -262,7 +265,7 @@ class JudgePool(EnginePool):
     async def _settle(self, instance: str) -> None:
         """Make sure that an engine has its weights, so that requests can be sent to it; on failure set the next try."""
         try:
-            if self._beside_policy:
+            if self.beside_policy:
                 await self._find_awake(instance)
             else:
                 await self.publish(instance, FIRST_WEIGHTS, self._folder)

@@ -79,6 +79,9 @@ class EnginePool(Requests):
         self._connect = connect
         self._probes: set[asyncio.Task[None]] = set()
         self.rows = rows
+        self.beside_policy = False
+        """Whether the requests go to the policy's engines, which belong to another pool: those of a judge that is an
+        adapter do."""
         self._looked = -HEALTH_CHECK_S
         self._shut: frozenset[str] = frozenset()
         self._slept: deque[float] = deque(maxlen=REMEMBERED)
@@ -286,6 +289,15 @@ class EnginePool(Requests):
                 connection.probe.add_done_callback(self._probes.discard)
         if self.rows is not None:
             self.rebalance(self.rows)
+
+    def forgive_hung(self) -> None:
+        """Forget what was observed of engines that count as hung, so that they are used again once their weights are
+        known."""
+        now = self._clock.monotonic()
+        for connection in self._connections.values():
+            if connection.view.hung:
+                connection.health = EngineHealth(now)
+                connection.view = replace(connection.view, silent=False, hung=False, why="")
 
     async def _probe(self, connection: EngineConnection) -> None:
         """Send a health probe, and record any response as a sign of life."""

@@ -91,11 +91,12 @@ async def own_loads(view: JobView, pools: Mapping[str, EnginePool]) -> pb.LoadsR
     known, asleep = managed_engines(view), sleeping_engines(view)
     loads: dict[str, tuple[int, int]] = {}
     for pool in pools.values():
-        loads |= await pool.loads(known)
+        if not pool.beside_policy:  # else the policy's pool reports them
+            loads |= await pool.loads(known)
     tokens, foreseen = pools[""].foreseen()
     reply = pb.LoadsReply(unseated={"rollout": 0, "reward": 0}, left_tokens=tokens, foreseen=foreseen)
     for pool in pools.values():
-        reply.unseated[pool.pool] += pool.unseated()
+        reply.unseated["rollout" if pool.beside_policy else pool.pool] += pool.unseated()
     for name, engine in sorted(known.items()):
         worker = view.workers.get(name)
         if worker is None or name not in loads:

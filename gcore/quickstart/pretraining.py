@@ -96,7 +96,7 @@ def generate_responses(
 
 def save_model(model: SmallModel, folder: Path) -> None:
     """Save a folder that `AutoModelForCausalLM`, `AutoTokenizer` and the `tokenizers` library can load. Raises OSError."""
-    with _system_errors(folder), _without_progress_bars():
+    with _system_errors(folder), _quiet_saving():
         model.network.save_pretrained(folder)
     save_tokenizer(model.alphabet, folder)
 
@@ -163,15 +163,20 @@ def _generate(network: Any, prompts: Tensor, tokens: int, generator: torch.Gener
 
 
 @contextmanager
-def _without_progress_bars() -> Iterator[None]:
-    """Disable transformers' own progress bar while the block runs."""
+def _quiet_saving() -> Iterator[None]:
+    """Disable transformers' own progress bar while the block runs, and DeepSpeed's warning that there is no accelerator:
+    saving a model imports DeepSpeed if it is installed."""
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()
+    given = os.environ.get("DS_ACCELERATOR")
     logging.disable_progress_bar()
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
     try:
         yield
     finally:
+        if given is None:
+            del os.environ["DS_ACCELERATOR"]
         if shown:
             logging.enable_progress_bar()
 

@@ -24,6 +24,8 @@ from controllers.inference.judges import (
     judge_renderer,
     open_judges,
 )
+from controllers.inference.pool import HEALTH_CHECK_S
+from controllers.inference.rules import HealthLimits, HealthState
 from gcore.config import JobSpec, parse_spec
 from gcore.config.reward import Fallback
 from gcore.errors import DataError, SpecError
@@ -194,6 +196,26 @@ async def test_engines_of_the_policy_serve_an_adapter_under_all_weights(adapter_
     assert (await court.value("1"), await court.value("2")) == (1.0, 0.0)
     assert engine.asked[0]["lora_path"] == ["tutor"]
     assert not [path for path in engine.paths if "weight" in path], "the policy's pool alone changes weights"
+    await court.book.close()
+
+
+async def test_questions_that_time_out_behind_rollouts_cost_an_adapter_no_engine(adapter_spec: JobSpec) -> None:
+    court = Court(adapter_spec, "a")
+    engine = court.engines["a"]
+    await court.book.aim({"a": worker("a", role="rollout", judge="")})
+    await court.look()
+    limits, now = HealthLimits(request_s=adapter_spec.judges[0].timeout_s), court.clock.monotonic()
+    connection = court.book._connections["a"]
+    for begun in (now, now + 2 * limits.request_s):
+        connection.health = connection.health.fails(limits, begun, begun + limits.request_s)
+    assert connection.health.verdict(limits, now) is HealthState.HUNG
+    await court.clock.advance(HEALTH_CHECK_S)
+    await court.look()
+    await court.look()
+    assert court.serving == 1
+    assert await court.value("1") == 1.0
+    assert court.metrics.registry.get_sample_value("gcore_samples_total") == 0, "a verdict is no sample"
+    assert engine.asked
     await court.book.close()
 
 

@@ -99,6 +99,7 @@ class Book:
         pool: str = "rollout",
     ) -> None:
         self.told, self.slept_s, self.woke_s, self.pool = loads, slept, woke, pool
+        self.beside_policy = False
 
     async def loads(self, instances: Collection[str]) -> dict[str, tuple[int, int]]:
         return {name: load for name, load in self.told.items() if name in instances}
@@ -125,6 +126,14 @@ async def test_a_controller_tells_what_its_engines_have_to_do_and_who_sleeps() -
     assert dict(reply.unseated) == {"rollout": 3, "reward": 3}
     assert (reply.left_tokens, reply.foreseen) == (70.0, 5)
     assert reply.change_s == 0
+
+
+async def test_questions_to_a_judge_that_is_an_adapter_wait_for_rollout_engines() -> None:
+    judge = Book({"policy_cpu1": (0, 0)}, pool="reward")
+    judge.beside_policy = True
+    reply = await own_loads(view_of(), {"": Book({"policy_cpu1": (4, 2)}), "j": judge})  # type: ignore[arg-type]
+    assert dict(reply.unseated) == {"rollout": 6, "reward": 0}
+    assert [(engine.running, engine.waiting) for engine in reply.engines] == [(4, 2)]
 
 
 @pytest.mark.parametrize(
