@@ -76,7 +76,9 @@ def engine_document(spec: JobSpec, place: EnginePlace, config: NodeConfig) -> La
         "task": "classify" if judge is not None and judge.kind == "classifier" else "generate",
     }
     if serving.engine in ("torch", "hf"):
-        document |= {"kind": "engine", "deterministic": spec.rollout.deterministic}
+        # A judge's engine need not be of the kind that can be deterministic.
+        deterministic = spec.rollout.deterministic and serving.engine == "torch"
+        document |= {"kind": "engine", "deterministic": deterministic}
         if judge is None and spec.judge_adapters:
             document["adapters"] = spec.judge_adapters
         command = ENGINE_COMMANDS[serving.engine]

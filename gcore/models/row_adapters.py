@@ -55,7 +55,9 @@ class _AdaptedLayer:
             matrices = self._adapters.matrices[number].get(self._name)
             if matrices is not None:
                 added = y + functional.linear(functional.linear(x, matrices.down), matrices.up)
-                y = torch.where(own.view(-1, *(1,) * (x.dim() - 1)), added, y)
+                # Some models put the tokens of all rows into one dimension.
+                rows = own.repeat_interleave(x.shape[0] // len(own))
+                y = torch.where(rows.view(-1, *(1,) * (x.dim() - 1)), added, y)
         return y
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -161,7 +162,9 @@ def _work(model: Model, number: int, length: int, *, temperature: float = 0.0) -
     prompt = tuple((7 * number + 5 * i + 1) % model.vocabulary for i in range(length))
     named = tuple(range(0, model.vocabulary, max(1, model.vocabulary // COMPARED)))
     sampling = RequestSampling(CONTINUED, seed=number, temperature=temperature, named_tokens=named)
-    return SequenceState(GenerationRequest(number, "proof", prompt, sampling))
+    adapters = 0 if model.adapters is None else len(model.adapters.names)
+    adapter = (number + 1) % (adapters + 1)  # sequences of different adapters share the trial's batches
+    return SequenceState(GenerationRequest(number, "proof", prompt, sampling, adapter=adapter))
 
 
 def _prove(model: Model, lane: ModelRunner) -> None:
@@ -171,7 +174,7 @@ def _prove(model: Model, lane: ModelRunner) -> None:
     if window is not None and window <= SHORT_WINDOW and window + 2 * CONTINUED < model.context:
         lengths.append(window + CONTINUED)
     works = [_work(model, number, length) for number, length in enumerate(lengths)]
-    late = SequenceState(GenerationRequest(len(works), "proof", works[1].task.prompt, works[1].task.sampling))
+    late = SequenceState(replace(works[1].task, number=len(works)))
     leaver = SequenceState(GenerationRequest(len(works) + 1, "proof", (2 % model.vocabulary,), works[0].task.sampling))
     done = _run(model, lane, [leaver, *works], late)
     if window is not None and lane.name != "plain" and window not in model.attention.windows:
@@ -212,6 +215,7 @@ def _run(model: Model, lane: ModelRunner, works: list[SequenceState], late: Sequ
 def _error(model: Model, work: SequenceState) -> float:
     """Return the largest difference between a sequence's log-probabilities and those of a plain forward pass."""
     ids = torch.tensor([[*work.task.prompt, *work.tokens]], device=model.shape.device)
+    model.select_adapters([work.task.adapter])
     logits: Any = model.module(input_ids=ids, use_cache=False).logits
     begin = len(work.task.prompt) - 1
     plain = torch.log_softmax(logits[0, begin:-1].float(), dim=-1)[:, list(work.task.sampling.named_tokens)]

@@ -25,6 +25,9 @@ OURS = (
     *("--worker-cls", "--worker-extension-cls", "--executor-backend", "--distributed-executor-backend"),
     *("--logits-processors", "--speculative-config"),
     *("--enable-sleep-mode", "--no-enable-sleep-mode", "--config"),
+    # The spec's batch_slots, cache_tokens and slots_per_engine decide these.
+    *("--max-num-seqs", "--num-gpu-blocks-override", "-tp", "--tensor-parallel-size"),
+    *("-pp", "--pipeline-parallel-size", "-dp", "--data-parallel-size"),
 )
 
 ENVIRONMENT = {

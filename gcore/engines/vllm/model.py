@@ -86,6 +86,10 @@ def start_vllm(launch: VllmLaunch, text: Detokenizer | None) -> VllmCore:
     check_code(config, trusted=launch.trust_remote_code, where=launch.model)
     try:
         settings = parse_engine_args(launch).create_engine_config()
+        if launch.cache_tokens is not None and launch.cache_tokens < settings.model_config.max_model_len:
+            # vLLM does not start if its cache does not hold one context; the torch engine limits requests instead.
+            launch = launch.model_copy(update={"context_length": launch.cache_tokens})
+            settings = parse_engine_args(launch).create_engine_config()
     except (ValueError, NotImplementedError) as error:
         raise UsageError(
             f"vLLM does not accept its settings: {_first_line(error)}",

@@ -73,7 +73,7 @@ def test_a_run_whose_engine_is_killed_learns_and_its_export_has_the_same_log_pro
     assert len(list((newest / "logs").glob("rollout-*.log"))) == 3
     export = tmp_path / "export"
     gcore("export", run.name, "--home", str(home), "--to", str(export))
-    with engine_process(export, vllm_command(), batch_slots=4) as url:
+    with engine_process(export, vllm_command(), batch_slots=4, cache_tokens=32) as url:  # below the context
         error = asyncio.run(export_error(url, export))
     assert error < 1e-4
 

@@ -143,6 +143,27 @@ def test_adapters_work_with_the_generic_runner(tmp_path: Path) -> None:
     check(asked, finish(core, asked), [Plain(base), *(Plain(merge(base, folders[name])) for name in SEVERAL)])
 
 
+def test_adapters_work_in_layers_that_get_the_tokens_of_all_rows_in_one_dimension(tmp_path: Path) -> None:
+    config = transformers.OPTConfig(
+        vocab_size=64,
+        hidden_size=32,
+        num_hidden_layers=2,
+        ffn_dim=48,
+        num_attention_heads=4,
+        max_position_embeddings=128,
+        word_embed_proj_dim=32,
+        eos_token_id=None,
+        bos_token_id=None,
+    )
+    base = save(config, tmp_path / "base")
+    folders = {
+        name: write_adapter(base, tmp_path / name, seed, targets=("fc1", "fc2")) for seed, name in enumerate(SEVERAL)
+    }
+    core = start(base, folders)
+    asked = [replace(task(n, prompt(n, 9, 60), 6, temperature=0.0), adapter=n % 3) for n in range(7)]
+    check(asked, finish(core, asked), [Plain(base), *(Plain(merge(base, folders[name])) for name in SEVERAL)])
+
+
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_an_update_changes_the_policy_alone(
     base: Path, folders: dict[str, Path], references: dict[str, Plain], deterministic: bool

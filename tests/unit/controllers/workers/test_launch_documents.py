@@ -120,6 +120,14 @@ def test_a_judges_engine_is_told_of_the_judges_model_and_not_of_the_policys() ->
         assert engine_document(job, place("cpu:0"), CONFIG).document["model"] == "/m"
 
 
+@pytest.mark.parametrize(("engine", "deterministic"), [("torch", True), ("hf", False)])
+def test_only_the_torch_engine_of_a_judge_is_deterministic_with_the_policy(engine: str, deterministic: bool) -> None:
+    judge = {"name": "sums", "model": {"path": "/judge"}, "template": "{{ prompt }}", "serving": {"engine": engine}}
+    tree = spec(deterministic=True).model_dump(mode="json")
+    job = parse_spec(tree | {"judges": [judge], "reward": {"judge": "sums"}})
+    assert engine_document(job, place("cpu:0", "sums"), CONFIG).document["deterministic"] is deterministic
+
+
 def node(name: str, *, sglang: bool = False, vllm: bool = False) -> NodeRecord:
     return NodeRecord(name=name, incarnation=name, address="h:1", slots=("cpu:0",), pid=1, sglang=sglang, vllm=vllm)
 
