@@ -28,7 +28,7 @@ class EngineCapabilities:
     partial: bool = _row("reports partial responses (`rollout.told_every`)")
     versions: bool = _row("records which weights made which tokens of a response")
     updates: str = _row("weight updates")
-    sleep: str = _row("releases its memory and restores it (sleep)")
+    sleeps_on: tuple[str, ...] = _row("releases its memory and restores it (`placement.memory: in_turns`)")
     classifiers: bool = _row("serves classifiers as judges")
     adapters: bool = _row("loads adapters alone (`train.lora.publish: adapter`)")
     judge_adapters: bool = _row("serves judges that are adapters of the policy's model (`judges[].adapter`)")
@@ -62,7 +62,7 @@ ENGINES: Mapping[str, EngineCapabilities] = {
         partial=True,
         versions=True,
         updates="folder, broadcast",
-        sleep="CPU and GPU",
+        sleeps_on=("CPU", "GPU"),
         classifiers=True,
         adapters=True,
         judge_adapters=True,
@@ -78,14 +78,14 @@ ENGINES: Mapping[str, EngineCapabilities] = {
         partial=True,
         versions=True,
         updates="folder, broadcast",
-        sleep="GPU",
+        sleeps_on=("GPU",),
         classifiers=True,
         adapters=False,
         judge_adapters=False,
         pictures=False,
     ),
     "vllm": EngineCapabilities(
-        devices="CPU, or GPUs (unproved)",
+        devices="CPU, or GPUs",
         several_slots=True,
         several_nodes=False,
         arguments=True,
@@ -94,7 +94,7 @@ ENGINES: Mapping[str, EngineCapabilities] = {
         partial=True,
         versions=True,
         updates="folder, broadcast",
-        sleep="GPU (unproved)",
+        sleeps_on=("GPU",),
         classifiers=False,
         adapters=True,
         judge_adapters=False,
@@ -110,7 +110,7 @@ ENGINES: Mapping[str, EngineCapabilities] = {
         partial=True,
         versions=True,
         updates="folder, broadcast",
-        sleep="CPU and GPU",
+        sleeps_on=("CPU", "GPU"),
         classifiers=False,
         adapters=True,
         judge_adapters=False,
@@ -161,5 +161,10 @@ def lacking(known: Mapping[str, Any], word: str, name: str, settings: Mapping[st
 def table(known: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
     """Yield the rows of the documents' table: a capability in words, and what each engine or backend says of it."""
     for one in fields(next(iter(known.values()))):
-        cells = (getattr(can, one.name) for can in known.values())
-        yield one.metadata["row"], *({True: "yes", False: "no"}.get(cell, cell) for cell in cells)
+        yield one.metadata["row"], *(_cell(getattr(can, one.name)) for can in known.values())
+
+
+def _cell(value: bool | str | tuple[str, ...]) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return value if isinstance(value, str) else " and ".join(value)

@@ -20,6 +20,7 @@ from pathlib import Path
 from controllers.flow.curriculum_orders import check_curriculum
 from controllers.flow.job_data import rewards_of
 from controllers.inference.judges import blame_judge, judge_renderer
+from gcore.config.capabilities import ENGINES
 from gcore.config.load import find_flow
 from gcore.config.reward import Fallback, JudgeSpec
 from gcore.config.rollout import EnvironmentSpec
@@ -96,9 +97,9 @@ def check_engine(spec: JobSpec, nodes: Sequence[NodeRecord]) -> None:
             fix = f"{ENVIRONMENTS[engine].how}, and restart the nodes. Or set {where}: torch"
             raise SpecError(which, where=where, fix=fix)
         cpus = sorted(node.name for node in real if any(slot.startswith("cpu:") for slot in node.slots))
-        if engine == "vllm" and spec.placement.memory == "in_turns" and cpus:
+        if "CPU" not in ENGINES[engine].sleeps_on and spec.placement.memory == "in_turns" and cpus:
             raise SpecError(
-                f"vLLM cannot release its memory on the CPU slots of {', '.join(cpus)}",
+                f"{name} cannot release its memory on the CPU slots of {', '.join(cpus)}",
                 where="placement.memory",
                 fix=f"Set it to kept, or set {where}: torch",
             )

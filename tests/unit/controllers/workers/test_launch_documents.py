@@ -170,6 +170,9 @@ def test_a_job_that_wants_vllm_is_refused_where_vllm_cannot_do_it() -> None:
     turns = parse_spec(wants.model_dump(mode="json") | {"placement": {"policy": "colocated", "memory": "in_turns"}})
     with pytest.raises(SpecError, match=r"placement\.memory: vLLM cannot release its memory on the CPU slots of a"):
         check_engine(turns, [node("a", vllm=True)])
+    other = parse_spec(turns.model_dump(mode="json") | {"rollout": {"max_new_tokens": 4, "engine": "sglang"}})
+    with pytest.raises(SpecError, match=r"placement\.memory: SGLang cannot release its memory on the CPU slots of a"):
+        check_engine(other, [node("a", sglang=True)])
 
 
 def test_validation_only_warns_for_the_job_may_run_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
