@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from gcore.errors import DataError
 from gcore.models.checks import matrix_shapes, weight_files
 from gcore.models.hubs import ADAPTER_CONFIG
-from gcore.models.layout import ADAPTER_FILE, ADAPTER_PREFIX, BASE_FILE, file_entry
+from gcore.models.layout import ADAPTER_FILE, ADAPTER_PREFIX, BASE_FILE, hash_files
 
 
 def check_adapter(folder: Path, base: Path) -> None:
@@ -97,15 +97,16 @@ def require_adapter_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def check_same_base(folder: Path, adapter: Path, fix: str) -> None:
+def check_same_base(folder: Path, adapter: Path, fix: str, tick: Callable[[int], None] = lambda _: None) -> None:
     """Raise DataError unless the weights in `folder` are those that an adapter of gcore names as its base (`BASE_FILE`).
-    Reads all of them. `fix`: what the error advises."""
+    Reads all of them. `fix`: what the error advises. `tick`: as of `hash_files`."""
     if not (folder / "config.json").is_file():
         raise DataError("the adapter's base model is not here", where=str(folder), fix=fix)
     try:
-        expected = json.loads((adapter / BASE_FILE).read_bytes())
-        for name, digest in expected.items():
-            if file_entry(folder / name).sha256 != digest:
-                raise DataError("the file is not that of the adapter's base model", where=str(folder / name), fix=fix)
+        expected = {folder / name: digest for name, digest in json.loads((adapter / BASE_FILE).read_bytes()).items()}
+        found = hash_files(expected, tick)
+        for path, digest in expected.items():
+            if found[path] != digest:
+                raise DataError("the file is not that of the adapter's base model", where=str(path), fix=fix)
     except (OSError, ValueError, AttributeError) as error:
         raise DataError(f"cannot compare the adapter's base model ({error})", where=str(folder), fix=fix) from error

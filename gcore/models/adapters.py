@@ -8,7 +8,7 @@ layout, so that its folder is itself a PEFT adapter.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from gcore.errors import DataError
 from gcore.models.adapter_checks import check_pairs, require_adapter_config
 from gcore.models.checks import weight_files
 from gcore.models.dtypes import CODES, FLOATS, model_dtype
-from gcore.models.layout import ADAPTER_FILE, ADAPTER_PREFIX, TensorShape, file_entry
+from gcore.models.layout import ADAPTER_FILE, ADAPTER_PREFIX, TensorShape, hash_files
 from gcore.models.publisher import NamedTensor
 
 _OWN = ".default."
@@ -132,9 +132,11 @@ def adapted_tensors(base: Path, folder: Path) -> Iterator[NamedTensor]:
     return merged_tensors(base, adapters, config.alpha / config.rank, model_dtype(base))
 
 
-def describe_base(folder: Path) -> bytes:
-    """The content of `BASE_FILE`: the SHA-256 of each weight file of the base model. Reads all of it. Raises OSError."""
-    return json.dumps({path.name: file_entry(path).sha256 for path in weight_files(folder)}, indent=2).encode()
+def describe_base(folder: Path, tick: Callable[[int], None] = lambda _: None) -> bytes:
+    """The content of `BASE_FILE`: the SHA-256 of each weight file of the base model. Reads all of it. `tick`: as of
+    `hash_files`. Raises OSError."""
+    digests = hash_files(weight_files(folder), tick)
+    return json.dumps({path.name: digest for path, digest in digests.items()}, indent=2).encode()
 
 
 def served_shapes(stored: Mapping[str, TensorShape], dtype: torch.dtype) -> dict[str, TensorShape]:

@@ -21,7 +21,9 @@ import math
 import os
 import shutil
 import struct
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -228,6 +230,47 @@ def file_entry(path: Path) -> FileEntry:
     return FileEntry(size=size, sha256=digest.hexdigest())
 
 
+HASHED_AT_ONCE = 8
+"""Files that `hash_files` reads at the same time."""
+
+HASH_TICK_S = 0.2
+"""Seconds between two calls of `tick` in `hash_files`."""
+
+
+def hash_files(paths: Collection[Path], tick: Callable[[int], None] = lambda _: None) -> dict[Path, str]:
+    """Return the SHA-256 of each file, 64 hex digits. Reads several files at once.
+
+    `tick`: called in this thread with the number of bytes read since the last call; what it raises ends the reading.
+    Raises OSError.
+    """
+    lock, ended = threading.Lock(), threading.Event()
+    unreported = 0
+
+    def hashed(path: Path) -> str:
+        nonlocal unreported
+        digest = hashlib.sha256()
+        with path.open("rb") as file:
+            while not ended.is_set() and (block := file.read(READ_BYTES)):
+                digest.update(block)
+                with lock:
+                    unreported += len(block)
+        return digest.hexdigest()
+
+    with ThreadPoolExecutor(HASHED_AT_ONCE, "hash") as pool:
+        running = {path: pool.submit(hashed, path) for path in paths}
+        try:
+            unfinished = True
+            while unfinished:
+                unfinished = bool(wait(running.values(), HASH_TICK_S).not_done)
+                with lock:
+                    fresh, unreported = unreported, 0
+                if fresh:
+                    tick(fresh)
+            return {path: one.result() for path, one in running.items()}
+        finally:
+            ended.set()
+
+
 def read_manifest(folder: Path) -> Manifest:
     """Read the manifest of a checkpoint without checking its files. Raises CheckpointDamaged."""
     path = folder / MANIFEST_FILE
@@ -239,8 +282,8 @@ def read_manifest(folder: Path) -> Manifest:
         raise CheckpointDamaged(error.what, where=str(path)) from error
 
 
-def verify_checkpoint(folder: Path) -> Manifest:
-    """Read every byte of a checkpoint and compare it with its manifest.
+def verify_checkpoint(folder: Path, tick: Callable[[int], None] = lambda _: None) -> Manifest:
+    """Read every byte of a checkpoint and compare it with its manifest. `tick`: as of `hash_files`.
 
     Raises CheckpointDamaged with the file's name.
     """
@@ -249,14 +292,17 @@ def verify_checkpoint(folder: Path) -> Manifest:
     for needed in (weights, EXP_AVG_FILE, EXP_AVG_SQ_FILE, "config.json"):
         if needed not in manifest.files:
             raise CheckpointDamaged(f"the manifest does not list {needed}", where=str(folder / MANIFEST_FILE))
-    for name, expected in sorted(manifest.files.items()):
-        path = folder / name
+    expected = {folder / name: entry for name, entry in sorted(manifest.files.items())}
+    for path, entry in expected.items():
         with explain_os_errors("cannot read the file", CheckpointDamaged, where=path):
             size = path.stat().st_size
-            if size != expected.size:
-                raise CheckpointDamaged(f"the file has {size} bytes, not {expected.size}", where=str(path))
-            if file_entry(path).sha256 != expected.sha256:
-                raise CheckpointDamaged("the file's content differs from what was saved", where=str(path))
+        if size != entry.size:
+            raise CheckpointDamaged(f"the file has {size} bytes, not {entry.size}", where=str(path))
+    with explain_os_errors("cannot read a file", CheckpointDamaged, where=folder):
+        found = hash_files(expected, tick)
+    for path, entry in expected.items():
+        if found[path] != entry.sha256:
+            raise CheckpointDamaged("the file's content differs from what was saved", where=str(path))
     return manifest
 
 

@@ -33,6 +33,7 @@ from gcore.models.adapters import (
     stored_shapes,
     tensor_bytes,
 )
+from gcore.models.checks import weight_files
 from gcore.models.dtypes import CODES, model_dtype
 from gcore.models.hubs import ADAPTER_CONFIG
 from gcore.models.layout import (
@@ -214,8 +215,10 @@ class MergedModel:
     The sum is computed in float32 from the base model's files and rounded once.
     """
 
-    def __init__(self, policy: TrainBackend, lora: LoraSpec, base: Path, dtype: torch.dtype) -> None:
+    def __init__(self, policy: TrainBackend, lora: LoraSpec, base: Path, dtype: torch.dtype, highest: Highest) -> None:
+        """`highest`: maximum of each number over the ranks."""
         self._policy = policy
+        self._highest = highest
         self._scale = lora.scale
         self._base = base
         self._dtype = dtype
@@ -230,8 +233,15 @@ class MergedModel:
         for one in self._policy.tensors("master"):
             adapters[stored_name(one.name)] = one.tensor.detach().cpu().clone()
             tell()
+        # All ranks wait for each merged tensor: the watchdog would end ranks that wait for the whole model in silence.
         if writes:
-            yield from merged_tensors(self._base, adapters, self._scale, self._dtype)
+            for merged in merged_tensors(self._base, adapters, self._scale, self._dtype):
+                yield merged
+                self._highest([0.0])
+        else:
+            for _ in stored_shapes(self._base):
+                self._highest([0.0])
+                tell()
 
 
 class AdaptersAlone:
@@ -273,7 +283,7 @@ class FolderPublisher:
         if lora is None:
             self._served = WholeModel(model, dtype)
         elif lora.publish == "merged":
-            self._served = MergedModel(model, lora, launch.model_path, dtype)
+            self._served = MergedModel(model, lora, launch.model_path, dtype, highest)
         else:
             self._served = AdaptersAlone(model)
             self._adapters = adapter_config(model.module, lora, launch.model_path)
@@ -403,13 +413,15 @@ class CheckpointWriter:
                 files |= {model.prefix + name: entry for name, entry in _copied(model.source, inner)}
             if self._adapters is not None:
                 if not self._base:
-                    self._base = describe_base(self._launch.model_path)
+                    self._base = describe_base(self._launch.model_path, tick)
                 for name, data in ((ADAPTER_CONFIG, self._adapters.encode()), (BASE_FILE, self._base)):
                     (folder / name).write_bytes(data)
                     files[name] = file_entry(folder / name)
             (folder / MANIFEST_FILE).write_bytes(Manifest.model_validate(fields | {"files": files}).encode())
 
         total = sum(one.nbytes for _, copies in taken for one in copies)
+        if self._adapters is not None and not self._base:
+            total += sum(path.stat().st_size for path in weight_files(self._launch.model_path))
         self.writer.begin(version, total, fill, insist=insist)
 
 

@@ -34,7 +34,8 @@ from gcore.api.v1 import train_pb2_grpc
 from gcore.config.train import STORED
 from gcore.errors import GcoreError
 from gcore.ledger.balance import content_sha256
-from gcore.models.layout import Manifest, has_critic, read_manifest, verify_checkpoint
+from gcore.models.adapter_checks import check_same_base
+from gcore.models.layout import BASE_FILE, Manifest, has_critic, read_manifest, verify_checkpoint
 from gcore.system.clock import Clock
 from gcore.system.daemon import set_up_logging
 from gcore.system.network import join_host_port
@@ -102,7 +103,7 @@ def load_rank(
     device belongs to a thread. Raises GcoreError.
     """
     began = clock.monotonic()
-    manifest = _manifest(launch)
+    manifest = _manifest(launch, tell)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     import torch
@@ -180,16 +181,24 @@ def _models(launch: RankLaunch, collective: Collective, tell: Callable[[str], No
     return models
 
 
-def _manifest(launch: RankLaunch) -> Manifest | None:
+def _manifest(launch: RankLaunch, tell: Callable[[str], None]) -> Manifest | None:
     """The manifest of the checkpoint from which the world starts; None if it starts from something else.
 
-    Rank 0 verifies every byte of the checkpoint; if that fails, the whole world ends. Raises GcoreError if the
-    checkpoint belongs to another step or job, or lacks the critic that the job trains.
+    Rank 0 verifies every byte of the checkpoint, and of the base model of adapters; if that fails, the whole world ends.
+    Raises GcoreError if the checkpoint belongs to another step or job, lacks the critic that the job trains, or has
+    adapters of another base model.
     """
     folder = launch.checkpoint_path
     if folder is None:
         return None
-    manifest = verify_checkpoint(folder) if launch.rank == 0 else read_manifest(folder)
+
+    def tick(_: int) -> None:
+        tell("loading")
+
+    manifest = verify_checkpoint(folder, tick) if launch.rank == 0 else read_manifest(folder)
+    if launch.rank == 0 and launch.spec.train.lora is not None and BASE_FILE in manifest.files:
+        fix = "Restore the model in model.path: the checkpoint has adapters of the model that was there"
+        check_same_base(launch.model_path, folder, fix, tick)
     if manifest.step != launch.start.step or manifest.job_uid != launch.job_uid:
         raise GcoreError(
             f"the checkpoint belongs to step {manifest.step} of job {manifest.job_uid}, "

@@ -275,7 +275,7 @@ class Rank:
         from gcore.train.step import StepTrainer
 
         launch = rank_launch(tree, run, rank=self.rank, world_size=self.size, start=start)
-        manifest = _manifest(launch)
+        manifest = _manifest(launch, lambda _: None)
         models = load_models(launch, self.world.device, self.world.max, lambda: None, group=self.group)
         progress = UpdateCounts(0, 0)
         if manifest is not None and launch.checkpoint_path is not None:

@@ -21,6 +21,7 @@ from gcore.models.layout import (
     companion_files,
     copy_companions,
     file_entry,
+    hash_files,
     manifest_digest,
     read_manifest,
     sweep_unfinished,
@@ -55,6 +56,23 @@ def make_checkpoint(run_dir: Path, step: int) -> Path:
         manifest = Manifest(job_uid="j", world="w", lineage=0, step=step, updates=step, files=files)
         (folder / MANIFEST_FILE).write_bytes(manifest.encode())
     return target
+
+
+def test_hashing_files_reports_the_bytes_that_it_has_read(tmp_path: Path) -> None:
+    paths = [tmp_path / str(number) for number in range(20)]
+    for number, path in enumerate(paths):
+        path.write_bytes(bytes([number]) * (number << 16))
+    read: list[int] = []
+    assert hash_files(paths, read.append) == {path: file_entry(path).sha256 for path in paths}
+    assert sum(read) == sum(path.stat().st_size for path in paths)
+    with pytest.raises(FileNotFoundError):
+        hash_files([*paths, tmp_path / "missing"])
+
+    def give_up(count: int) -> None:
+        raise DiskFull(f"after {count} bytes")
+
+    with pytest.raises(DiskFull):
+        hash_files(paths, give_up)
 
 
 def test_a_tensors_file_is_what_the_library_reads(tmp_path: Path) -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +39,7 @@ from gcore.models.layout import (
     EXP_AVG_SQ_FILE,
     MANIFEST_FILE,
     Manifest,
+    checkpoint_folder,
     companion_files,
     copy_companions,
     file_entry,
@@ -44,8 +48,9 @@ from gcore.models.publisher import NamedTensor
 from gcore.testing.models import make_tiny_model, rank_launch
 from gcore.train.backends.adapters import BaseReference, adapter_config, add_adapters, load_adapters
 from gcore.train.checkpoint.run_files import BackgroundWriter, RetryingWriter
-from gcore.train.checkpoint.writer import FolderPublisher
+from gcore.train.checkpoint.writer import FolderPublisher, MergedModel
 from gcore.train.hf_models import load_module
+from gcore.train.rank.main import _manifest
 from gcore.types import Version
 
 LORA = LoraSpec(rank=4, alpha=6)
@@ -193,6 +198,53 @@ def test_engines_serve_the_same_bits_from_adapters_alone_as_from_the_merged_mode
     base = load_module(model, torch.float32).state_dict()
     name = "model.layers.0.mlp.up_proj.weight"
     assert not torch.equal(served[alone][name], base[name])
+
+
+def test_all_ranks_wait_for_each_tensor_of_the_merged_model(model: Path) -> None:
+    """Ranks that waited for the whole model in silence would be ended by their watchdogs."""
+    begun, progress = threading.Barrier(2, timeout=60), [0, 0]
+
+    def highest(numbers: Sequence[float]) -> list[float]:
+        begun.wait()
+        return list(numbers)
+
+    def gather(rank: int) -> list[NamedTensor]:
+        def tell() -> None:
+            progress[rank] += 1
+
+        served = MergedModel(Trained(modules[rank]), LORA, model, torch.float32, highest)  # type: ignore[arg-type]
+        return list(served.tensors(writes=rank == 0, tell=tell))
+
+    modules = [adapted(model), adapted(model)]
+    with ThreadPoolExecutor(2) as pool:
+        merged, none = pool.map(gather, range(2))
+    assert (len(merged), none) == (len(stored_shapes(model)), [])
+    assert progress[1] - progress[0] == len(merged)
+
+
+def test_a_world_does_not_continue_adapters_on_another_base(tmp_path: Path) -> None:
+    model, run = make_tiny_model(tmp_path / "model"), tmp_path / "run"
+    version = Version(0, 1)
+    checkpoint_folder(run, version).parent.mkdir(parents=True)
+    checkpoint(model, checkpoint_folder(run, version))
+    spec = {
+        "name": "j",
+        "model": {"path": str(model)},
+        "data": {"path": "d"},
+        "flow": {"steps": 9},
+        "rollout": {"max_new_tokens": 4},
+        "train": {"lora": {"rank": LORA.rank, "alpha": LORA.alpha}},
+    }
+    launch = rank_launch(spec, run, start={"step": 1, "checkpoint": "checkpoints/0-1"})
+    phases: list[str] = []
+    manifest = _manifest(launch, phases.append)
+    assert manifest is not None
+    assert manifest.version == version
+    assert set(phases) == {"loading"}
+    shutil.rmtree(model)
+    make_tiny_model(model, seed=1)
+    with pytest.raises(DataError, match=r"not that of the adapter's base model\. Restore the model in model\.path"):
+        _manifest(launch, phases.append)
 
 
 def test_adapters_of_another_model_are_refused_by_the_engine(model: Path, tmp_path: Path) -> None:

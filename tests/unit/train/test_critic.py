@@ -312,4 +312,4 @@ def test_a_checkpoint_without_a_critic_is_refused_in_a_sentence_by_a_job_with_on
     (folder / MANIFEST_FILE).write_bytes(manifest.encode())
     launch = launch_of(tmp_path / "model", start={"step": 1, "checkpoint": "checkpoints/0-1"})
     with pytest.raises(GcoreError, match="the checkpoint has no critic, but this job trains one"):
-        _manifest(launch)
+        _manifest(launch, lambda _: None)
