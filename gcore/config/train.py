@@ -30,6 +30,9 @@ CLIPS: dict[str, dict[str, float]] = {"gspo": {"clip_low": 3e-4, "clip_high": 4e
 ALL_LINEAR = "all-linear"
 """The target that stands for every linear layer except the output layer."""
 
+OUTPUT_LAYER = "lm_head"
+"""Usual name of a model's output layer."""
+
 
 class LoraSpec(Section):
     """Low-rank adapters (LoRA): only they are trained, beside the frozen model."""

@@ -13,7 +13,7 @@ from gcore.config.data import ONLY_SOURCE, EvalSet, EvalSpec, ResolvedSource
 from gcore.config.placement import PlacementSpec
 from gcore.config.reward import JudgeSpec, RewardSpec
 from gcore.config.rollout import AgentSpec, EnvironmentSpec, RolloutSpec
-from gcore.config.train import FlowSpec, TrainSpec, multiples_near
+from gcore.config.train import OUTPUT_LAYER, FlowSpec, TrainSpec, multiples_near
 from gcore.errors import did_you_mean
 
 SAMPLING = ("grpo", "dapo", "ppo", "rloo", "reinforce_pp")
@@ -64,10 +64,6 @@ def check_judge_adapters(judges: Sequence[str], rollout: RolloutSpec, train: Tra
             f"judge {judges[0]!r} is an adapter of the policy's model, and engines with such judges cannot adapt the output layer "
             f"({OUTPUT_LAYER}); leave it out of train.lora.targets, or give the judge a model"
         )
-
-
-OUTPUT_LAYER = "lm_head"
-"""Usual name of a model's output layer."""
 
 
 def check_published_adapters(rollout: RolloutSpec, train: TrainSpec) -> Iterator[str]:

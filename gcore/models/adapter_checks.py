@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from gcore.config.train import OUTPUT_LAYER
 from gcore.errors import DataError
 from gcore.models.checks import matrix_shapes, weight_files
 from gcore.models.hubs import ADAPTER_CONFIG
@@ -32,6 +33,12 @@ def check_adapter(folder: Path, base: Path) -> None:
         if not name.endswith(".lora_A"):
             continue
         layer, up = name.removeprefix(ADAPTER_PREFIX).removesuffix(".lora_A"), matrices[f"{name[:-1]}B"]
+        if layer.rpartition(".")[2] == OUTPUT_LAYER:
+            raise DataError(
+                f"the adapter changes the output layer ({layer}), which engines cannot adapt for single rows",
+                where=str(folder),
+                fix="Train an adapter of other layers, or merge it and give the judge the merged model",
+            )
         own = shapes.get(layer)
         if own is None or (up[0], down[1]) != own:
             wants = "which the model does not have" if own is None else f"whose matrix is {list(own)}"
@@ -68,6 +75,15 @@ def check_pairs(matrices: Mapping[str, tuple[int, ...]], rank: int, folder: Path
 PLAIN_ADAPTER = {"peft_type": "LORA", "bias": "none", "use_dora": False, "use_rslora": False, "fan_in_fan_out": False}
 """Settings of PEFT that an adapter must have, if it has them: y = W·x + alpha / rank · B·A·x and nothing else."""
 
+MORE_THAN_PLAIN = (
+    *("rank_pattern", "alpha_pattern", "modules_to_save", "lora_bias"),
+    *("alora_invocation_tokens", "layer_replication", "use_bdlora"),
+)
+"""Settings of PEFT that an adapter must not have."""
+
+STARTS_THAT_KEEP_THE_BASE = ("gaussian", "eva", "orthogonal")
+"""Values of PEFT's `init_lora_weights` that leave the base model as it is. Others, such as pissa, change it."""
+
 
 def require_adapter_config(folder: Path) -> dict[str, Any]:
     """Return the content of the folder's `adapter_config.json`. Raises DataError if it is missing, damaged, or of another
@@ -87,12 +103,15 @@ def require_adapter_config(folder: Path) -> dict[str, Any]:
             fix="Name the folder of a PEFT adapter",
         ) from error
     strange = [name for name, plain in PLAIN_ADAPTER.items() if config.get(name, plain) != plain]
-    strange += [name for name in ("rank_pattern", "alpha_pattern", "modules_to_save") if config.get(name)]
+    strange += [name for name in MORE_THAN_PLAIN if config.get(name)]
+    start = config.get("init_lora_weights")
+    if isinstance(start, str) and start not in STARTS_THAT_KEEP_THE_BASE:
+        strange.append("init_lora_weights")
     if strange:
         raise DataError(
             f"the adapter has {strange[0]}: {config[strange[0]]}, and only plain LoRA adapters can be served",
             where=str(path),
-            fix="Merge it into a model, and give the judge that model",
+            fix="Merge it into its model, and use the merged model",
         )
     return config
 

@@ -341,7 +341,9 @@ def stage_weights(model: LoadedModel, folder: Path) -> StagedWeights:
         files = sorted(folder.glob("*.safetensors"))
         adapts = (folder / ADAPTER_FILE).is_file()
         if adapts:
-            tensors.update((one.name, one.tensor) for one in adapted_tensors(model.folder, folder))
+            # The base's files may have more tensors than the module, such as tables of positions.
+            adapted = adapted_tensors(model.folder, folder)
+            tensors.update((one.name, one.tensor) for one in adapted if one.name in own)
         for file in () if adapts else files:
             with safe_open(file, framework="pt") as weights:
                 tensors.update({name: weights.get_tensor(name) for name in weights.keys()})  # noqa: SIM118

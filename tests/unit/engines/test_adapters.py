@@ -15,7 +15,7 @@ import torch
 import transformers
 from engine_core import LLAMA_LIKE, Plain, finish, make_core, prompt, save, task
 from engine_processes import engine_process
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from gcore.engines.hf.engine import start_engine as start_hf
 from gcore.engines.launch import EngineLaunch, parse_engine_arguments
@@ -25,6 +25,7 @@ from gcore.engines.torch.model import StagedWeights
 from gcore.engines.torch.model_runner import DeterministicRunner, FastRunner, GenericRunner
 from gcore.engines.torch.server import start_core
 from gcore.errors import DataError, EngineError, UsageError
+from gcore.models.adapter_checks import check_adapter
 from gcore.models.adapters import AdapterConfig, adapted_tensors, read_adapters
 from gcore.models.hubs import ADAPTER_CONFIG
 from gcore.models.layout import ADAPTER_FILE, ADAPTER_PREFIX
@@ -278,6 +279,8 @@ def add_foreign(folder: Path) -> None:
         pytest.param(partial(change_config, lora_alpha=float("inf")), "not finite", id="endless-alpha"),
         pytest.param(partial(change_config, use_rslora=True), "only plain LoRA", id="rslora"),
         pytest.param(partial(change_config, rank_pattern={"q_proj": 4}), "only plain LoRA", id="several-ranks"),
+        pytest.param(partial(change_config, layer_replication=[[0, 2]]), "only plain LoRA", id="repeated-layers"),
+        pytest.param(partial(change_config, init_lora_weights="pissa"), "only plain LoRA", id="pissa"),
         pytest.param(drop_ups, "no part of a pair", id="no-up"),
         pytest.param(drop_all, "has no matrices", id="empty"),
         pytest.param(add_foreign, "norm is no part of a pair", id="foreign-tensor"),
@@ -300,6 +303,25 @@ def test_an_incomplete_adapter_is_refused_and_changes_nothing(
     if beside:
         with pytest.raises(DataError, match=said):
             start(base, folders | {"x": damaged})
+
+
+def test_an_adapter_is_added_to_a_base_whose_files_have_more_than_the_module(
+    base: Path, folders: dict[str, Path], references: dict[str, Plain], tmp_path: Path
+) -> None:
+    older = shutil.copytree(base, tmp_path / "older")
+    tensors = load_file(older / "model.safetensors")
+    table = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
+    save_file(tensors | table, older / "model.safetensors", {"format": "pt"})
+    core = make_core(older, weight_version="0.0")
+    update(core, folders["one"], "0.1")
+    asked = [task(1, prompt(3, 9), 8, temperature=0.0)]
+    check(asked, finish(core, asked), [references["one"]])
+
+
+def test_an_adapter_of_the_output_layer_is_refused_before_an_engine_starts(base: Path, tmp_path: Path) -> None:
+    folder = write_adapter(base, tmp_path / "head", 1, targets=("lm_head",))
+    with pytest.raises(DataError, match=r"changes the output layer \(lm_head\)"):
+        check_adapter(folder, base)
 
 
 def test_the_base_under_adapters_cannot_be_replaced(base: Path, folders: dict[str, Path], tmp_path: Path) -> None:
