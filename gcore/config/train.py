@@ -53,7 +53,8 @@ class LoraSpec(Section):
     publish: Literal["merged", "adapter"] = Field(
         "merged",
         description="What a step writes for the engines. merged: the whole model with the adapters added. adapter: the adapters alone; "
-        "each engine adds them to the model that it started with. Both give the same weights. Not with SGLang",
+        "each engine adds them to the model that it started with. Both give the same weights, except beside judges that are adapters. "
+        "Not with SGLang",
     )
 
     @property

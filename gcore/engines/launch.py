@@ -1,8 +1,9 @@
-"""Settings with which an engine process starts: launch documents of the torch and Hugging Face engines and of the SGLang worker.
+"""Settings with which an engine process starts: launch documents of the torch, Hugging Face and vLLM engines and of the
+SGLang worker.
 
-A launch document is JSON that the supervisor (`gcore.worker`) passes to the process. The first two may also be
-started by hand, with the same settings as command-line options: `run_engine` is what their programs do. Does not import
-torch, which reads environment variables at import.
+A launch document is JSON that the supervisor (`gcore.worker`) passes to the process. All but the SGLang worker may also
+be started by hand, with the same settings as command-line options. Does not import torch, which reads environment
+variables at import.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ def _named_folders(given: Any) -> Any:
         raise ValueError("write NAME=FOLDER, several with commas between them")
     folders = {name: folder for name, _, folder in pairs}
     if len(folders) < len(pairs):
-        raise ValueError("a name stands there twice")
+        raise ValueError("two adapters have the same name")
     return folders
 
 

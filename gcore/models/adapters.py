@@ -25,7 +25,7 @@ from gcore.models.layout import ADAPTER_FILE, ADAPTER_PREFIX, TensorShape, hash_
 from gcore.models.publisher import NamedTensor
 
 _OWN = ".default."
-"""What stands before the last part of an adapter's name in a module, but not in a file."""
+"""Part of the name of an adapter's parameter in a module that its name in a file lacks."""
 
 
 DOWN, UP = ".lora_A.weight", ".lora_B.weight"

@@ -34,7 +34,7 @@ from gcore.models.layout import MODEL_FILE
 from gcore.train.advantages import RankReductions, ValueTargets, moments, value_targets
 from gcore.train.backends.base import TrainBackend, UpdateResult
 from gcore.train.batching import BatchIndex, MicroBatch, StepTensors
-from gcore.train.hf_models import REMEDIES, check_names, explain_memory_error, load_module
+from gcore.train.hf_models import REMEDIES, STATE_REMEDIES, check_names, explain_memory_error, load_module
 from gcore.train.objectives import Count, ValueFit, ValueFunction
 from gcore.train.rank.launch import RankLaunch
 
@@ -299,7 +299,7 @@ class CriticStep:
             schedule=self._train.schedule,
             total_updates=launch.critic_updates(self._step.work.seal.planned_steps),
         )
-        with explain_memory_error("critic: the optimizer", self._train, ("zero_stage", "offload_reference")):
+        with explain_memory_error("critic: the optimizer", self._train, STATE_REMEDIES):
             result = self._critique.critic.update(rate)
         self._tally.updated(result, rate)
         return result

@@ -56,7 +56,7 @@ from gcore.train.checkpoint.replicas import StateReplicator
 from gcore.train.checkpoint.run_files import CHECKPOINT, ReceiptWriter
 from gcore.train.checkpoint.writer import CheckpointWriter, UpdateCounts
 from gcore.train.critic import CriticStep, CriticTrainer
-from gcore.train.hf_models import REMEDIES, explain_memory_error
+from gcore.train.hf_models import REMEDIES, STATE_REMEDIES, explain_memory_error
 from gcore.train.metrics import TrainStepMetrics
 from gcore.train.models import RankModels
 from gcore.train.objectives import Count, PolicyObjective, Targets, find_plugin_advantage, policy_objective
@@ -547,7 +547,7 @@ class StepTrainer:
             schedule=self._train.schedule,
             total_updates=self._launch.total_updates(seal.planned_steps),
         )
-        with explain_memory_error("update: the optimizer", self._train, ("zero_stage", "offload_reference")):
+        with explain_memory_error("update: the optimizer", self._train, STATE_REMEDIES):
             result = self._policy.update(rate)
         now = self.progress
         self.progress = dataclasses.replace(now, updates=now.updates + 1, skipped=now.skipped + (not result.applied))

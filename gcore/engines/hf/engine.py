@@ -3,8 +3,8 @@
 One call of `generate` produces tokens for all running requests (rows), padded on the left to one length. The call runs
 in a thread of its own and stops before each token (`TransformersCall`). There the engine chooses the tokens of all rows,
 ends requests, and takes aborts, pauses and weight updates. A call cannot take in further rows: when requests wait and
-rows are free, the engine drops the call and begins another with all prompts and the tokens so far. That computes every
-row's keys and values again, which is what makes this engine slow, and is all there is of batching.
+rows are free, the engine drops the call and begins another with all prompts and the tokens so far. The new call computes
+every row's keys and values again, which makes this engine slow.
 
 Tokens are sampled like in the torch engine (`torch.sampler`): the same seed gives the same tokens, up to rounding.
 Log-probabilities are those of the logits that `generate` hands out, before any truncation.
@@ -422,13 +422,13 @@ def _try(model: HfModel, prompts: list[list[int]]) -> torch.Tensor:
 
 def start_engine(launch: EngineLaunch, text: Detokenizer | None) -> HfCore:
     """Create the engine core for a launch document. Raises UsageError, DataError or EngineError."""
-    for value, wanted in (
-        ("task classify", launch.task == "classify"),
-        ("deterministic", launch.deterministic),
-        ("adapters", bool(launch.adapters)),
+    for what, option, wanted in (
+        ("serves no classifiers", "--task", launch.task == "classify"),
+        ("has no deterministic decoding", "--deterministic", launch.deterministic),
+        ("serves no adapters", "--adapters", bool(launch.adapters)),
     ):
         if wanted:
-            raise UsageError(f"the Hugging Face engine has no {value}", fix="Use python -m gcore.engines.torch")
+            raise UsageError(f"the Hugging Face engine {what}", where=option, fix="Use the engine torch")
     if launch.cache_tokens is not None and launch.cache_tokens < server.SHORTEST:
         raise UsageError(
             f"a cache of {launch.cache_tokens} tokens is too small even for a request of {server.SHORTEST} tokens",

@@ -170,10 +170,10 @@ def _models(launch: RankLaunch, collective: Collective, tell: Callable[[str], No
     """
     import torch
 
-    from gcore.train.hf_models import explain_memory_error
+    from gcore.train.hf_models import STATE_REMEDIES, explain_memory_error
     from gcore.train.models import load_models
 
-    with explain_memory_error("loading the model", launch.spec.train, ("zero_stage", "offload_reference")):
+    with explain_memory_error("loading the model", launch.spec.train, STATE_REMEDIES):
         group = collective.form_sequence_groups(launch.spec.train.sequence_parallel)
         models = load_models(launch, collective.device, collective.max, lambda: tell("loading"), fill, group)
     if collective.device.type == "cuda":
