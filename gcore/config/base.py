@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import date, datetime
 from typing import Annotated, Any, get_args
@@ -142,7 +142,8 @@ _WORDS = {
 
 def explain_errors(error: ValidationError, model: type[BaseModel], root: str = "the document") -> Iterator[str]:
     """Yield one sentence with its key for each problem in a document of `model`; `root` is the name of the whole document."""
-    for problem in error.errors():
+    problems = error.errors()
+    for problem in problems:
         loc = problem["loc"]
         option = len(loc) > 2 and str(loc[-3]).endswith("options")  # loc[-1] names one of the four option types
         if option and loc[-1] == "[key]":
@@ -158,6 +159,12 @@ def explain_errors(error: ValidationError, model: type[BaseModel], root: str = "
             yield f"unknown key {shorten_text(repr(dotted))}" + (f", did you mean {near!r}?" if near else "")
         elif problem["type"] == "missing":
             yield f"{dotted!r} is missing"
+        elif problem["type"] == "too_short":
+            if not any(
+                other["loc"][: len(loc)] == loc != other["loc"] for other in problems
+            ):  # else its items are wrong
+                least = problem["ctx"]["min_length"]
+                yield f"{dotted}: it should have at least {least} item{'s' * (least > 1)} (got {problem['ctx']['actual_length']})"
         elif problem["type"] == "too_long":
             most, given = problem["ctx"]["max_length"], problem["ctx"]["actual_length"]
             yield f"{dotted}: it should have at most {most} items (got {given})"
@@ -203,7 +210,7 @@ def _choice(given: str | float, expected: str) -> str:
 def _nearest(loc: tuple[int | str, ...], model: type[BaseModel]) -> str | None:
     """Return the key of `model` whose spelling is nearest to the unknown key `loc`, with the list indices of `loc`; None if none is similar."""
     named = ".".join(part for part in loc if isinstance(part, str))
-    near = nearest_name(named, _known_keys(model))
+    near = _near_key(named, list(_known_keys(model)))
     if near is None:
         return None
     parts: list[str] = near.split(".")
@@ -211,6 +218,21 @@ def _nearest(loc: tuple[int | str, ...], model: type[BaseModel]) -> str | None:
         if isinstance(part, int) and place < len(parts):
             parts.insert(place, str(part))
     return ".".join(parts)
+
+
+def _near_key(named: str, known: Sequence[str]) -> str | None:
+    """Return the known key that an unknown key probably means: by its initials (`lr`) or its spelling among the keys of
+    its section, else one of the same name in another section; in an unknown section, the one of the nearest spelling."""
+    section, _, last = named.rpartition(".")
+    beside = {key.rpartition(".")[2]: key for key in known if key.rpartition(".")[0] == section}
+    if not beside:
+        return nearest_name(named, known)
+    initials = {
+        "".join(word[0] for word in name.split("_") if word): key for name, key in beside.items() if "_" in name
+    }
+    near = initials.get(last) or beside.get(nearest_name(last, beside) or "")
+    elsewhere = sorted((key for key in known if key.rpartition(".")[2] == last), key=len)
+    return near or next(iter(elsewhere), None)
 
 
 def shorten_text(text: str) -> str:

@@ -173,13 +173,18 @@ def check_whole(folder: Path) -> None:
         _check_file(folder / name)
 
 
+EMBEDDING = re.compile(r"embed|(^|\.)w[tp]e$")
+"""Matches names of layers whose matrix is a table, which is no linear layer."""
+
+
 def check_adapters(folder: Path, targets: Iterable[str], rank: int) -> None:
     """Raise SpecError if a target of adapters matches no matrix of a local model, or the rank is above its width.
 
     A target is a layer's name or the end of it; "" stands for all matrices of numbered layers. The rank checks again
     when it has loaded the model, because files do not say which matrices are linear layers.
     """
-    shapes = {name: shape for path in weight_files(folder) for name, shape in matrix_shapes(path)}
+    matrices = (one for path in weight_files(folder) for one in matrix_shapes(path))
+    shapes = {name: shape for name, shape in matrices if not EMBEDDING.search(name)}
     for target in targets:
         own = re.compile(rf"(.*\.)?{re.escape(target)}" if target else r".*\.\d+\..*")
         chosen = {name: one for name, one in shapes.items() if own.fullmatch(name)}

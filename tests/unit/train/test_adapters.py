@@ -368,6 +368,7 @@ def test_a_models_own_adapter_configuration_is_refused_and_never_copied(model: P
     ("targets", "rank", "said"),
     [
         (("query",), 8, r"no layer of the model is called 'query'. Name some of .*q_proj"),
+        (("embed_tokens",), 8, r"no layer of the model is called 'embed_tokens'. Name some of down_proj, gate_proj"),
         (("q_proj", "k_proj"), 17, r"rank 17 is above the width of layer model.layers.0.self_attn.k_proj \(16\)"),
         (("",), 17, r"rank 17 is above the width of layer model.layers.0.self_attn.k_proj"),
     ],
