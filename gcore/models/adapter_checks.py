@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-import struct
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from gcore.config.train import OUTPUT_LAYER
-from gcore.errors import DataError
-from gcore.models.checks import matrix_shapes, weight_files
+from gcore.errors import DataError, explain_os_errors
+from gcore.models.checks import check_weight_file, matrix_shapes, weight_files
 from gcore.models.hubs import ADAPTER_CONFIG
 from gcore.models.layout import ADAPTER_FILE, ADAPTER_PREFIX, BASE_FILE, hash_files
 
@@ -24,10 +23,8 @@ def check_adapter(folder: Path, base: Path) -> None:
     """
     config = require_adapter_config(folder)
     shapes = {name: shape for path in weight_files(base) for name, shape in matrix_shapes(path)}
-    try:
-        matrices = dict(matrix_shapes(folder / ADAPTER_FILE))
-    except (OSError, ValueError, LookupError, struct.error) as error:
-        raise DataError(f"cannot read the adapter's weights ({error})", where=str(folder / ADAPTER_FILE)) from error
+    check_weight_file(folder / ADAPTER_FILE)
+    matrices = dict(matrix_shapes(folder / ADAPTER_FILE))
     check_pairs(matrices, config["r"], folder)
     for name, down in matrices.items():
         if not name.endswith(".lora_A"):
@@ -45,10 +42,10 @@ def check_adapter(folder: Path, base: Path) -> None:
             raise DataError(
                 f"the adapter does not fit the model: A {list(down)} and B {list(up)} are for layer {layer}, {wants}",
                 where=str(folder),
-                fix="Name an adapter of the model in model.path",
+                fix="Name an adapter of the policy's model",
             )
     if (folder / BASE_FILE).is_file():
-        check_same_base(base, folder, "Name an adapter of the model in model.path")
+        check_same_base(base, folder, "Name an adapter of the policy's model")
 
 
 def check_pairs(matrices: Mapping[str, tuple[int, ...]], rank: int, folder: Path) -> None:
@@ -88,20 +85,20 @@ STARTS_THAT_KEEP_THE_BASE = ("gaussian", "eva", "orthogonal")
 def require_adapter_config(folder: Path) -> dict[str, Any]:
     """Return the content of the folder's `adapter_config.json`. Raises DataError if it is missing, damaged, or of another
     kind of adapter than plain LoRA."""
-    path = folder / ADAPTER_CONFIG
+    path, fix = folder / ADAPTER_CONFIG, "Name the folder of a PEFT adapter"
     try:
-        config: dict[str, Any] = json.loads(path.read_bytes())
-        rank = config.get("r") if isinstance(config, dict) else None
-        if not isinstance(rank, int) or rank < 1:
-            raise ValueError("it has no rank r of at least 1")
-        if not math.isfinite(float(config["lora_alpha"])):
-            raise ValueError("lora_alpha is not finite")
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        raise DataError(
-            f"cannot read the adapter's configuration ({error})",
-            where=str(path),
-            fix="Name the folder of a PEFT adapter",
-        ) from error
+        with explain_os_errors("cannot read the adapter's configuration", DataError, where=path, fix=fix):
+            config: dict[str, Any] = json.loads(path.read_bytes())
+        rank, alpha = config["r"], config["lora_alpha"]
+    except (ValueError, LookupError, TypeError) as error:
+        raise DataError("the file is no configuration of a LoRA adapter", where=str(path), fix=fix) from error
+    for name, value, right in (
+        ("r", rank, type(rank) is int and rank > 0),
+        ("lora_alpha", alpha, type(alpha) in (int, float) and math.isfinite(alpha)),
+    ):
+        if not right:
+            wanted = "a whole number above 0" if name == "r" else "a finite number"
+            raise DataError(f"the adapter's {name} should be {wanted} (got {value!r:.50})", where=str(path), fix=fix)
     strange = [name for name, plain in PLAIN_ADAPTER.items() if config.get(name, plain) != plain]
     strange += [name for name in MORE_THAN_PLAIN if config.get(name)]
     start = config.get("init_lora_weights")
@@ -121,11 +118,17 @@ def check_same_base(folder: Path, adapter: Path, fix: str, tick: Callable[[int],
     Reads all of them. `fix`: what the error advises. `tick`: as of `hash_files`."""
     if not (folder / "config.json").is_file():
         raise DataError("the adapter's base model is not here", where=str(folder), fix=fix)
+    listed = adapter / BASE_FILE
     try:
-        expected = {folder / name: digest for name, digest in json.loads((adapter / BASE_FILE).read_bytes()).items()}
-        found = hash_files(expected, tick)
-        for path, digest in expected.items():
-            if found[path] != digest:
-                raise DataError("the file is not that of the adapter's base model", where=str(path), fix=fix)
-    except (OSError, ValueError, AttributeError) as error:
-        raise DataError(f"cannot compare the adapter's base model ({error})", where=str(folder), fix=fix) from error
+        names = dict(json.loads(listed.read_bytes()))
+        if any(Path(name).name != name for name in names):
+            raise ValueError("a name is no file's name")
+    except (OSError, ValueError, TypeError) as error:
+        raise DataError(
+            "the file does not list the files of a base model", where=str(listed), fix="Restore the adapter"
+        ) from error
+    with explain_os_errors("cannot read a file of the adapter's base model", DataError, where=folder, fix=fix):
+        found = hash_files([folder / name for name in names], tick)
+    for path, digest in found.items():
+        if names[path.name] != digest:
+            raise DataError("the file is not that of the adapter's base model", where=str(path), fix=fix)

@@ -170,7 +170,7 @@ def check_whole(folder: Path) -> None:
                 fix="Save the model with its weights (model.save_pretrained)",
             )
     for name in files:
-        _check_file(folder / name)
+        check_weight_file(folder / name)
 
 
 EMBEDDING = re.compile(r"embed|(^|\.)w[tp]e$")
@@ -241,7 +241,8 @@ def _files_of_index(index: Path) -> list[str]:
     return files
 
 
-def _check_file(path: Path) -> None:
+def check_weight_file(path: Path) -> None:
+    """Raise ModelError unless `path` is a complete safetensors file. Does not read the tensors."""
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size

@@ -275,8 +275,10 @@ def add_foreign(folder: Path) -> None:
     ("damage", "said"),
     [
         pytest.param(partial(change_config, r=7), "its configuration has rank 7", id="another-rank"),
-        pytest.param(partial(change_config, r=0), "rank r of at least 1", id="rank-0"),
-        pytest.param(partial(change_config, lora_alpha=float("inf")), "not finite", id="endless-alpha"),
+        pytest.param(partial(change_config, r=0), r"r should be a whole number above 0 \(got 0\)", id="rank-0"),
+        pytest.param(
+            partial(change_config, lora_alpha=float("inf")), "lora_alpha should be a finite number", id="endless-alpha"
+        ),
         pytest.param(partial(change_config, use_rslora=True), "only plain LoRA", id="rslora"),
         pytest.param(partial(change_config, rank_pattern={"q_proj": 4}), "only plain LoRA", id="several-ranks"),
         pytest.param(partial(change_config, layer_replication=[[0, 2]]), "only plain LoRA", id="repeated-layers"),

@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM
 from gcore.config.train import LoraSpec
 from gcore.engines.torch.model import stage_weights
 from gcore.errors import DataError, SpecError
+from gcore.models.adapter_checks import check_adapter, check_same_base
 from gcore.models.adapters import (
     AdapterConfig,
     describe_base,
@@ -247,6 +248,27 @@ def test_a_world_does_not_continue_adapters_on_another_base(tmp_path: Path) -> N
         _manifest(launch, phases.append)
 
 
+@pytest.mark.parametrize("content", [b"[1]", b"{", b"\xff", b'{"/dev/zero": ""}', b'{"../model.safetensors": ""}'])
+def test_a_list_of_base_files_that_names_no_files_is_refused_unread(
+    model: Path, tmp_path: Path, content: bytes
+) -> None:
+    (tmp_path / BASE_FILE).write_bytes(content)
+    with pytest.raises(DataError, match="does not list the files of a base model"):
+        check_same_base(model, tmp_path, "")
+
+
+@pytest.mark.parametrize("missing", [0, 5000])
+def test_the_weights_of_a_judges_adapter_are_refused_if_they_are_not_whole(
+    model: Path, tmp_path: Path, missing: int
+) -> None:
+    folder = saved(adapted(model), tmp_path / "adapter", model)
+    check_adapter(folder, model)
+    whole = (folder / ADAPTER_FILE).read_bytes()
+    (folder / ADAPTER_FILE).write_bytes(whole[:-missing] if missing else b"")
+    with pytest.raises(DataError, match="the file is cut off"):
+        check_adapter(folder, model)
+
+
 def test_adapters_of_another_model_are_refused_by_the_engine(model: Path, tmp_path: Path) -> None:
     core = make_core(make_tiny_model(tmp_path / "other", layers=1))
     folder = saved(adapted(model), tmp_path / "adapter", model)
@@ -320,7 +342,7 @@ def test_the_configuration_is_read_as_it_was_written(model: Path, tmp_path: Path
     every = ("down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj")
     assert AdapterConfig.read(folder) == AdapterConfig(str(model), 4, 6.0, every)
     (folder / ADAPTER_CONFIG).write_text("{}")
-    with pytest.raises(DataError, match=r"cannot read the adapter's configuration"):
+    with pytest.raises(DataError, match=r"no configuration of a LoRA adapter"):
         AdapterConfig.read(folder)
 
 
