@@ -108,7 +108,7 @@ def test_an_error_of_the_model_reaches_the_cycle(folder: Path, monkeypatch: pyte
 @pytest.mark.parametrize(
     ("launch", "says"),
     [
-        ({"task": "classify"}, "no task classify"),
+        ({"task": "classify"}, r"task: .*no classifiers.*rollout\.engine: torch"),
         ({"deterministic": True}, "no deterministic"),
         ({"cache_tokens": 1}, r"a cache of 1 tokens is too small.*rollout\.cache_tokens"),
     ],
