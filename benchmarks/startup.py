@@ -106,7 +106,7 @@ def rank() -> None:
         importlib.import_module(name)
     from gcore.train.rank.main import _import_the_rest
 
-    _import_the_rest(lambda phase: None)
+    _import_the_rest("deepspeed", lambda phase: None)
     import gcore.train.step  # noqa: F401
 
 

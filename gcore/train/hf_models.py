@@ -34,6 +34,9 @@ STATE_REMEDIES = ("zero_stage", "offload_reference", "offload_state")
 REMEDIES = ("micro_batch_tokens", "activation_checkpointing", *STATE_REMEDIES, "sequence_parallel")
 """Keys of `list_remedies`: spec fields that reduce the memory of a micro-batch, in the order in which to try them."""
 
+STATE_REMEDIES = ("zero_stage", "offload_reference", "offload_state")
+"""Those that reduce the memory of weights and optimizer."""
+
 
 class OutOfMemory(GcoreError):
     """The rank ran out of device or host memory; `fix` names the spec fields that reduce its memory."""

@@ -329,11 +329,15 @@ def _reference(
 
 def _split(module: nn.Module, train: TrainSpec, own: TrainSpec | CriticSpec, feeding: Feeding) -> TrainBackend:
     """Split a model over the ranks, with the backend of the spec. `own`: the section with the model's own settings."""
-    settings = OptimizerSettings.of(train, own)
-    if train.backend == "fsdp2":
+    return import_backend(train.backend)(module, OptimizerSettings.of(train, own), feeding)
+
+
+def import_backend(backend: str) -> Callable[[nn.Module, OptimizerSettings, Feeding], TrainBackend]:
+    """Import the train backend of this name, and return its class. Raises DataError."""
+    if backend == "fsdp2":
         from gcore.train.backends.fsdp2 import Fsdp2Backend
 
-        return Fsdp2Backend(module, settings, feeding)
+        return Fsdp2Backend
     try:
         from gcore.train.backends.deepspeed import DeepSpeedBackend
     except ImportError as error:
@@ -343,7 +347,7 @@ def _split(module: nn.Module, train: TrainSpec, own: TrainSpec | CriticSpec, fee
             fix="Install gcore[train], or set it to fsdp2",
         ) from error
 
-    return DeepSpeedBackend(module, settings, feeding)
+    return DeepSpeedBackend
 
 
 def _split_frozen(module: nn.Module, train: TrainSpec, device: torch.device) -> Any:

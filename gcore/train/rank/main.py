@@ -117,10 +117,10 @@ def load_rank(
     if launch.rank == 0:
         opened = meeting_place.open_store(meeting)
         meet.publish(opened.address)
-        _import_the_rest(tell)
+        _import_the_rest(launch.spec.train.backend, tell)
         store = opened.store
     else:
-        _import_the_rest(tell)
+        _import_the_rest(launch.spec.train.backend, tell)
         store = meeting_place.find_store(meet.find(), meeting)
     collective = meeting_place.Collective.join(meeting, store)
     tell("loading")
@@ -214,13 +214,15 @@ def _manifest(launch: RankLaunch, tell: Callable[[str], None]) -> Manifest | Non
     return manifest
 
 
-def _import_the_rest(tell: Callable[[str], None]) -> None:
+def _import_the_rest(backend: str, tell: Callable[[str], None]) -> None:
+    """Import transformers, and DeepSpeed if it is the backend: seconds. Raises DataError."""
     from gcore.system.torch_imports import leave_compiler_out
 
     leave_compiler_out()
-    import gcore.train.models  # DeepSpeed and transformers: seconds
+    from gcore.train.models import import_backend
 
-    del gcore
+    tell("loading")
+    import_backend(backend)
     tell("loading")
 
 

@@ -377,7 +377,7 @@ def test_at_the_first_start_the_models_files_are_read_once_and_later_the_referen
     ids=["GPU", "CPU", "Python"],
 )
 def test_out_of_memory_names_the_fields_to_lower_in_the_order_to_try(error: BaseException) -> None:
-    fields = ("micro_batch_tokens", "activation_checkpointing", "zero_stage")
+    fields = ("micro_batch_tokens", "activation_checkpointing", "zero_stage", "offload_state", "sequence_parallel")
     with (
         pytest.raises(OutOfMemory, match="out of memory while update: a micro-batch of 3") as caught,
         explain_memory_error("update: a micro-batch of 3", TrainSpec(micro_batch_tokens=77), fields),
@@ -387,7 +387,9 @@ def test_out_of_memory_names_the_fields_to_lower_in_the_order_to_try(error: Base
     places = [text.index(f"train.{field}") for field in fields]
     assert places == sorted(places)
     assert "now 77" in text
-    done = TrainSpec(activation_checkpointing=True, zero_stage=3)
+    done = TrainSpec(
+        activation_checkpointing=True, zero_stage=3, backend="fsdp2", offload_state=True, packing="bucketed"
+    )
     with pytest.raises(OutOfMemory) as caught, explain_memory_error("x", done, fields):
         raise error
     assert caught.value.fix == "Lower train.micro_batch_tokens (now 8192)"
