@@ -137,3 +137,14 @@ def did_you_mean(wrong: str, known: Iterable[str]) -> str:
     """Return a suggestion for the end of an error, such as `, did you mean 'grpo'?`; empty if no known name is similar."""
     near = nearest_name(wrong, known)
     return f", did you mean {near!r}?" if near is not None else ""
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's text, at most 200 characters; the name of its class if it has no text."""
+    text = str(error).strip()
+    return text.splitlines()[0][:200] if text else type(error).__name__
+
+
+def one_line(error: BaseException) -> str:
+    """Return an error's text on one line, at most 300 characters; the name of its class if it has no text."""
+    return " ".join(str(error).split())[:300] or type(error).__name__

@@ -23,7 +23,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging as transformers_logging
 
 from gcore.config.train import TrainSpec
-from gcore.errors import DataError, GcoreError
+from gcore.errors import DataError, GcoreError, first_line
 from gcore.system.memory import is_out_of_memory
 from gcore.train.backends.packed_attention import PACKED
 from gcore.train.batching import LogitsOf, ModelInputs
@@ -57,7 +57,7 @@ def explain_memory_error(doing: str, train: TrainSpec, fields: tuple[str, ...]) 
         known = list_remedies(train)
         fix = ", or ".join(known[name] for name in fields if name in known)
         raise OutOfMemory(
-            f"out of memory while {doing} ({_first_line(error)})",
+            f"out of memory while {doing} ({first_line(error)})",
             fix=f"{fix[0].upper()}{fix[1:]}" if fix else "Use more train ranks, or larger ones",
         ) from error
 
@@ -79,11 +79,6 @@ def list_remedies(train: TrainSpec) -> dict[str, str]:
     return found
 
 
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0][:200] if text else type(error).__name__
-
-
 CHECKPOINT_FIX = "Set train.activation_checkpointing: false"
 
 
@@ -99,8 +94,7 @@ def load_module(folder: Path, dtype: torch.dtype, *, trust_remote_code: bool = F
             folder, dtype=dtype, local_files_only=True, trust_remote_code=trust_remote_code
         )
     except (OSError, ValueError, KeyError, ImportError, SafetensorError, StrictDataclassError) as error:
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise DataError(f"the model cannot be loaded ({first})", where=str(folder)) from error
+        raise DataError(f"the model cannot be loaded ({first_line(error)})", where=str(folder)) from error
     if "logits_to_keep" not in inspect.signature(module.forward).parameters:
         raise DataError(
             f"{type(module).__name__} always computes the logits of all columns (its forward has no logits_to_keep)",

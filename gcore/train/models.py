@@ -27,6 +27,7 @@ from gcore.train.backends.base import OptimizerSettings, TrainBackend, forward_t
 from gcore.train.backends.packed_attention import NAME, PACKED, UnsupportedPackedAttention, attention_heads
 from gcore.train.backends.sequence_parallel import ALONE, SequenceGroup
 from gcore.train.batching import Feeding, LogitsOf, ModelInputs
+from gcore.train.checkpoint.run_files import Highest
 from gcore.train.critic import load_backbone, make_value_model
 from gcore.train.hf_models import (
     cast_parameters,
@@ -104,7 +105,7 @@ def choose_feeding(
     module: nn.Module,
     train: TrainSpec,
     context: int | None,
-    most: Callable[[Sequence[float]], list[float]],
+    highest: Highest,
     *,
     beside: nn.Module | None = None,
 ) -> FeedingChoice:
@@ -114,7 +115,7 @@ def choose_feeding(
     Raises DataError for sequence parallelism with a model that cannot be packed, or whose heads the group's size does
     not divide.
 
-    `context`: maximum sequence length in tokens, if the job has a limit. `most`: maximum of each number over the ranks.
+    `context`: maximum sequence length in tokens, if the job has a limit. `highest`: maximum of each number over the ranks.
     `beside`: another model that gets the same micro-batches; the choice holds for both. Raises DataError if the spec
     requires packing and the model does not support it.
 
@@ -131,7 +132,7 @@ def choose_feeding(
     every: list[Any] = [module] if beside is None else [module, beside]
     before = [one.config._attn_implementation for one in every]
     unfit, reason = next(((one, why) for one in every if (why := packing_obstacle(one, context))), (module, ""))
-    if any(most([float(bool(reason))])):
+    if any(highest([float(bool(reason))])):
         for one, own in zip(every, before, strict=True):
             if one.config._attn_implementation != own:
                 one.set_attn_implementation(own)
@@ -239,10 +240,6 @@ def _kind(module: nn.Module) -> str:
     return str(getattr(model.config, "model_type", type(module).__name__))
 
 
-Most = Callable[[Sequence[float]], list[float]]
-"""Maximum of each number over the ranks; a collective."""
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class RankModels:
     """The models of one rank: policy, reference (if the KL to it has a weight), and critic (only for jobs that have
@@ -264,14 +261,14 @@ Fill = Callable[[str, nn.Module], None]
 def load_models(
     launch: RankLaunch,
     device: torch.device,
-    most: Most,
+    highest: Highest,
     tell: Callable[[], None],
     fill: Fill | None = None,
     group: SequenceGroup = ALONE,
 ) -> RankModels:
     """Load all models of the job, ready for the first step. A collective.
 
-    `most`: maximum of each number over the ranks. `fill`: replaces the loaded weights, in a world that starts from
+    `highest`: maximum of each number over the ranks. `fill`: replaces the loaded weights, in a world that starts from
     in-memory replicas. `group`: the ranks that compute a packed row together. Raises DataError if a model cannot be
     loaded or trained.
     """
@@ -282,7 +279,7 @@ def load_models(
     check_names(folder, module)
     tell()
     backbone = _other_backbone(launch, module)
-    packing = choose_feeding(module, train, model.max_length, most, beside=backbone).packing
+    packing = choose_feeding(module, train, model.max_length, highest, beside=backbone).packing
     tell()
     original = _original(launch, module, packing) if train.kl_coef > 0 and train.lora is None else None
     if train.critic is not None and backbone is None:

@@ -45,7 +45,7 @@ from gcore.engines.torch.model import (
 from gcore.engines.torch.prefill import PromptPrefill, logit_positions, record_logits
 from gcore.engines.torch.sampler import BatchSamplingParams, ForbiddenTokens, sample, token_logprobs, top_logprobs
 from gcore.engines.torch.scheduler import BELOW_ONE
-from gcore.errors import DataError, EngineError, UsageError
+from gcore.errors import DataError, EngineError, UsageError, one_line
 from gcore.models.checks import check_code, require_config
 from gcore.system.memory import is_out_of_memory
 from gcore.worker.control import ControlLine
@@ -402,7 +402,7 @@ def load_model(launch: EngineLaunch, text: Detokenizer | None) -> HfModel:
         if is_out_of_memory(error):
             raise
         raise DataError(
-            f"transformers cannot generate with this model ({' '.join(str(error).split())[:300]})",
+            f"transformers cannot generate with this model ({one_line(error)})",
             where=launch.model,
             fix="Serve it with SGLang instead",
         ) from error

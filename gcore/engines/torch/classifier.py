@@ -41,7 +41,7 @@ from gcore.engines.serving.routes import (
     run_unless_disconnected,
 )
 from gcore.engines.torch.async_engine import AsyncEngine
-from gcore.engines.torch.engine import EngineBase
+from gcore.engines.torch.engine import ENGINE_NAME, EngineBase
 from gcore.engines.torch.kv_cache import CacheShape
 from gcore.engines.torch.model import (
     CONTEXT,
@@ -55,7 +55,7 @@ from gcore.engines.torch.model import (
 )
 from gcore.engines.torch.scheduler import IDLE_TOKENS
 from gcore.engines.torch.weight_routes import WeightRoutes
-from gcore.errors import DataError, EngineError
+from gcore.errors import DataError, EngineError, one_line
 from gcore.models.checks import check_classifier, check_code, require_config
 from gcore.system.clock import Clock
 
@@ -250,7 +250,7 @@ def _try(model: Classifier) -> None:
         alone = [model.scores([question])[0] for question in tried]
     except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as error:
         raise DataError(
-            f"the torch engine cannot serve this classifier ({' '.join(str(error).split())[:300]})",
+            f"the torch engine cannot serve this classifier ({one_line(error)})",
             where=str(model.folder),
             fix="Serve it with SGLang instead",
         ) from error
@@ -308,6 +308,11 @@ class ClassifierCore(EngineBase[ClassifierRequest, ClassifierOutput]):
     def model(self) -> Classifier:
         """The loaded model."""
         return self._model
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Name of the engine."""
+        return {"engine": ENGINE_NAME}
 
     @property
     def rows(self) -> int:

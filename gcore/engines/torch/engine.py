@@ -64,6 +64,9 @@ from gcore.errors import DataError, EngineError
 from gcore.models.layout import ADAPTER_FILE
 from gcore.system.memory import release_free_memory
 
+ENGINE_NAME = "gcore torch engine"
+"""Name of the engine in `/server_info`."""
+
 R = TypeVar("R", bound=NumberedRequest)
 O = TypeVar("O", bound=NumberedOutput)  # noqa: E741  # an output
 
@@ -328,6 +331,11 @@ class EngineBase(ABC, Generic[R, O]):
 
     @property
     @abstractmethod
+    def facts(self) -> dict[str, Any]:
+        """Facts about the engine for `/server_info`: its name (`engine`), and what only this engine has."""
+
+    @property
+    @abstractmethod
     def rows(self) -> int:
         """Maximum number of sequences that run at once."""
 
@@ -485,11 +493,6 @@ class GeneratorBase(EngineBase[GenerationRequest, RequestOutput]):
     def model(self) -> GeneratingModel:
         """The loaded model."""
 
-    @property
-    @abstractmethod
-    def facts(self) -> dict[str, Any]:
-        """Facts about the engine for `/server_info`: its name (`engine`), and what only this engine has."""
-
     def check(self, prompt_tokens: int, max_new_tokens: int) -> None:
         """Raise EngineError for a request that the KV cache could never hold. May be called from any thread."""
         if prompt_tokens + max_new_tokens > self.longest:
@@ -545,7 +548,7 @@ class EngineCore(GeneratorBase):
     def facts(self) -> dict[str, Any]:
         """Name of the engine, size of its KV cache and its runner."""
         cache = self.limits.cache_tokens
-        return {"engine": "gcore torch engine", "max_total_num_tokens": cache, "lane": self.lane.name}
+        return {"engine": ENGINE_NAME, "max_total_num_tokens": cache, "lane": self.lane.name}
 
     def stage_weights(self, folder: Path) -> StagedWeights:
         """Load a folder's weights into host memory, in any thread. Raises EngineError if they do not fit.

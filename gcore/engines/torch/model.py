@@ -29,7 +29,7 @@ from gcore.engines.launch import EngineLaunch
 from gcore.engines.torch.attention import NAME, EngineAttention
 from gcore.engines.torch.fast_path import FastDecodeStep, patch_norms
 from gcore.engines.torch.kv_cache import CacheShape
-from gcore.errors import DataError, EngineError, UsageError
+from gcore.errors import DataError, EngineError, UsageError, one_line
 from gcore.models.adapters import adapted_tensors
 from gcore.models.checks import check_code, require_config
 from gcore.models.layout import ADAPTER_FILE
@@ -351,7 +351,7 @@ def stage_weights(model: LoadedModel, folder: Path) -> StagedWeights:
             tensors = dict(_converted(model, folder))
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise EngineError(
-            f"cannot read the weights ({' '.join(str(error).split())[:300]})",
+            f"cannot read the weights ({one_line(error)})",
             where=str(folder),
             fix="Repeat the weight sync",
         ) from error

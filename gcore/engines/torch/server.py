@@ -133,11 +133,10 @@ def _facade(
 ) -> tuple[RequestHandler | ClassifierRequestHandler, ASGIApp]:
     """Create the request handler for a core, and the ASGI application with its routes."""
     keys = ApiKeys(launch.api_key, launch.admin_api_key)
-    description = _description(core, launch)
+    description = _description(core, launch) | core.facts
     if isinstance(core, ClassifierCore):
         classifier = ClassifierRequestHandler(core, text, clock=clock, description=description)
         return classifier, classifier_app(classifier, keys)
-    description |= core.facts
     generator = RequestHandler(core, text, clock=clock, seeds=np.random.default_rng(), description=description)
     return generator, generator_app(generator, Path(launch.model), keys)
 
@@ -152,7 +151,6 @@ def _description(core: Core, launch: FrontEndLaunch) -> dict[str, Any]:
         "architectures": getattr(model.module.config, "architectures", None),
         "has_image_understanding": False,
         "has_audio_understanding": False,
-        "engine": "gcore torch engine",
         "context_length": model.context,
         "vocab_size": model.vocabulary,
         "max_running_requests": launch.batch_slots,

@@ -32,7 +32,7 @@ from gcore.engines.request import (
 from gcore.engines.torch.engine import GeneratorBase
 from gcore.engines.torch.kv_cache import CacheShape
 from gcore.engines.torch.model import StagedWeights, check_awake
-from gcore.errors import EngineError
+from gcore.errors import EngineError, one_line
 from gcore.models.adapters import adapted_tensors
 from gcore.models.hubs import weight_files
 from gcore.models.layout import ADAPTER_FILE
@@ -386,7 +386,7 @@ def checkpoint_tensors(folder: Path) -> dict[str, torch.Tensor]:
                     found[key] = torch.empty(part.get_shape(), dtype=dtype, device="meta")
     except (OSError, SafetensorError) as error:
         raise EngineError(
-            f"cannot read the weights ({' '.join(str(error).split())[:300]})",
+            f"cannot read the weights ({one_line(error)})",
             where=str(folder),
             fix="Repeat the weight sync",
         ) from error

@@ -23,7 +23,7 @@ from gcore.engines.torch.model import DTYPES, check_vocabulary
 from gcore.engines.vllm.command import CPU_CACHE_TOKENS, engine_words
 from gcore.engines.vllm.core import ServedModel, VllmCore, VllmLimits, checkpoint_tensors
 from gcore.engines.vllm.sampling import SAMPLING, install_sampler
-from gcore.errors import DataError, EngineError, UsageError
+from gcore.errors import DataError, EngineError, UsageError, one_line
 from gcore.models.checks import check_code, require_config
 
 
@@ -92,7 +92,7 @@ def start_vllm(launch: VllmLaunch, text: Detokenizer | None) -> VllmCore:
             settings = parse_engine_args(launch).create_engine_config()
     except (ValueError, NotImplementedError) as error:
         raise UsageError(
-            f"vLLM does not accept its settings: {_first_line(error)}",
+            f"vLLM does not accept its settings: {one_line(error)}",
             where=launch.model,
             fix="Change the model or rollout.engine_args",
         ) from error
@@ -106,7 +106,7 @@ def start_vllm(launch: VllmLaunch, text: Detokenizer | None) -> VllmCore:
         client = InprocClient(settings, Executor.get_class(settings), log_stats=False)
     except (ValueError, RuntimeError, NotImplementedError) as error:
         raise EngineError(
-            f"vLLM cannot load the model ({_first_line(error)})", where=launch.model, fix="See its log"
+            f"vLLM cannot load the model ({one_line(error)})", where=launch.model, fix="See its log"
         ) from error
     client.collective_rpc(install_sampler)
     cache = settings.cache_config
@@ -138,7 +138,7 @@ def try_model(core: VllmCore, folder: Path) -> None:
             core.cycle()
     except (RuntimeError, ValueError, NotImplementedError) as error:
         raise DataError(
-            f"vLLM cannot run this model: {_first_line(error)}",
+            f"vLLM cannot run this model: {one_line(error)}",
             where=str(folder),
             fix="Serve it with the torch engine or SGLang",
         ) from error
@@ -153,7 +153,3 @@ def limit_cache(settings: Any, tokens: int) -> None:
     numbers = 2 * model.get_num_kv_heads(parallel) * model.get_head_size() * model.get_num_layers(parallel)
     cache.num_gpu_blocks_override = blocks
     cache.kv_cache_memory_bytes = blocks * cache.block_size * numbers * model.dtype.itemsize
-
-
-def _first_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300] or type(error).__name__

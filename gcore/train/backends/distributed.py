@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from gcore.errors import GcoreError
+from gcore.errors import GcoreError, first_line
 from gcore.system.network import is_loopback, join_host_port, listen, split_host_port
 from gcore.train.backends.sequence_parallel import ALONE, SequenceGroup
 
@@ -225,10 +225,6 @@ def _meeting_errors(meeting: Rendezvous) -> Iterator[None]:
         yield
     except (RuntimeError, OSError) as error:  # torch's own errors are RuntimeErrors
         raise RendezvousFailed(
-            f"rank {meeting.rank} of {meeting.size} could not join the process group ({_first_line(error)})",
+            f"rank {meeting.rank} of {meeting.size} could not join the process group ({first_line(error)})",
             where=meeting.host,
         ) from error
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
