@@ -1,9 +1,8 @@
-"""Settings with which an engine process starts: launch documents of the torch, Hugging Face and vLLM engines and of the
-SGLang worker.
+"""Settings with which an engine process starts: launch documents of the torch, Hugging Face and vLLM engines and of the SGLang worker.
 
 A launch document is JSON that the supervisor (`gcore.worker`) passes to the process. All but the SGLang worker may also
-be started by hand, with the same settings as command-line options. Does not import torch, which reads environment
-variables at import.
+be started by hand, with the same settings as command-line options: `serve_launch` is what their programs do. Does not
+import torch, which reads environment variables at import.
 """
 
 from __future__ import annotations

@@ -28,10 +28,14 @@ from gcore.system.memory import is_out_of_memory
 from gcore.train.backends.packed_attention import PACKED
 from gcore.train.batching import LogitsOf, ModelInputs
 
-STATE_REMEDIES = ("zero_stage", "offload_reference", "offload_state")
-"""Keys of `list_remedies`: spec fields that reduce the memory of models and optimizer, in the order in which to try them."""
-
-REMEDIES = ("micro_batch_tokens", "activation_checkpointing", *STATE_REMEDIES, "sequence_parallel")
+REMEDIES = (
+    "micro_batch_tokens",
+    "activation_checkpointing",
+    "zero_stage",
+    "offload_reference",
+    "offload_state",
+    "sequence_parallel",
+)
 """Keys of `list_remedies`: spec fields that reduce the memory of a micro-batch, in the order in which to try them."""
 
 STATE_REMEDIES = ("zero_stage", "offload_reference", "offload_state")
@@ -73,9 +77,12 @@ def list_remedies(train: TrainSpec) -> dict[str, str]:
         found["zero_stage"] = f"raise train.zero_stage (now {train.zero_stage}) with more train ranks"
     if train.kl_coef > 0 and not train.offload_reference:
         found["offload_reference"] = "set train.offload_reference: true"
-    if train.backend == "fsdp2" and not train.offload_state:
-        found["offload_state"] = "set train.offload_state: true on GPUs"
-    found["sequence_parallel"] = f"raise train.sequence_parallel (now {train.sequence_parallel}) with more train ranks"
+    if not train.offload_state:
+        backend = "" if train.backend == "fsdp2" else "train.backend: fsdp2 and "
+        found["offload_state"] = f"set {backend}train.offload_state: true (GPUs only)"
+    if train.packing != "bucketed":
+        size = train.sequence_parallel
+        found["sequence_parallel"] = f"raise train.sequence_parallel (now {size}) with more train ranks"
     return found
 
 

@@ -2,9 +2,11 @@
 
 One call of `generate` produces tokens for all running requests (rows), padded on the left to one length. The call runs
 in a thread of its own and stops before each token (`TransformersCall`). There the engine chooses the tokens of all rows,
-ends requests, and takes aborts, pauses and weight updates. A call cannot take in further rows: when requests wait and
-rows are free, the engine drops the call and begins another with all prompts and the tokens so far. The new call computes
-every row's keys and values again, which makes this engine slow.
+ends requests, and takes aborts, pauses and weight updates.
+
+A call cannot take in further rows. When requests wait and rows are free, the engine drops the call and begins another
+with all prompts and the tokens so far. The new call computes the keys and values of every row again, so this engine is
+slow. It has no other batching.
 
 Tokens are sampled like in the torch engine (`torch.sampler`): the same seed gives the same tokens, up to rounding.
 Log-probabilities are those of the logits that `generate` hands out, before any truncation.
@@ -422,13 +424,13 @@ def _try(model: HfModel, prompts: list[list[int]]) -> torch.Tensor:
 
 def start_engine(launch: EngineLaunch, text: Detokenizer | None) -> HfCore:
     """Create the engine core for a launch document. Raises UsageError, DataError or EngineError."""
-    for what, option, wanted in (
-        ("serves no classifiers", "--task", launch.task == "classify"),
-        ("has no deterministic decoding", "--deterministic", launch.deterministic),
-        ("serves no adapters", "--adapters", bool(launch.adapters)),
+    for setting, wanted, what in (
+        ("task", launch.task == "classify", "serves no classifiers"),
+        ("deterministic", launch.deterministic, "has no deterministic decoding"),
+        ("adapters", bool(launch.adapters), "serves no adapters of judges"),
     ):
         if wanted:
-            raise UsageError(f"the Hugging Face engine {what}", where=option, fix="Use the engine torch")
+            raise UsageError(f"the Hugging Face engine {what}", where=setting, fix="Set rollout.engine: torch")
     if launch.cache_tokens is not None and launch.cache_tokens < server.SHORTEST:
         raise UsageError(
             f"a cache of {launch.cache_tokens} tokens is too small even for a request of {server.SHORTEST} tokens",

@@ -1,7 +1,7 @@
 """The process group of a world's ranks: rendezvous, and collectives for small values (sums, maxima, agreement checks).
 
 Rank 0 listens on its own address only; gloo and NCCL are bound to the interface with that address. All communication
-uses tensors; no objects are sent. The train backend handles gradients and parameters.
+uses tensors; no objects are sent. The train backend (DeepSpeed or FSDP2) handles gradients and parameters.
 
 Nothing here times out soon by itself: the supervisor's watchdog ends a rank that waits for a lost one.
 """
