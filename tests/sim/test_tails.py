@@ -16,13 +16,15 @@ from gcore.data.order import shard_lengths
 from gcore.ledger.selection import StreamRules
 
 QUOTA, STEPS, SEEDS = 8, 40, 8
+PLAYED = {(1, 2.0, 0.5), (4, 1.0, 0.0)}
+"""The extremes, which `make test` plays; `make test-large` plays all."""
 CASES = [
     pytest.param(
         staleness,
         over,
         filtered,
         id=f"staleness {staleness}, {over:g} times, {filtered:.0%} filtered",
-        marks=[pytest.mark.large] * (staleness == 2 or over == 1.5),  # between what is played on each commit
+        marks=[pytest.mark.large] * ((staleness, over, filtered) not in PLAYED),
     )
     for staleness, over, filtered in itertools.product((1, 2, 4), (1.0, 1.5, 2.0), (0.0, 0.5))
 ]
@@ -78,7 +80,9 @@ def test_long_responses_are_trained_at_any_over_provision(
     assert not is_biased(trained, issued)
 
 
-@pytest.mark.parametrize("over_provision", [1.0, 1.5, None])
+@pytest.mark.parametrize(
+    "over_provision", [1.5, *(pytest.param(over, marks=pytest.mark.large) for over in (1.0, None))]
+)
 def test_controllers_that_are_killed_change_nothing_in_that(over_provision: float | None) -> None:
     trained: list[int] = []
     issued: list[int] = []
@@ -93,7 +97,7 @@ def test_controllers_that_are_killed_change_nothing_in_that(over_provision: floa
 
 @pytest.mark.parametrize("staleness", [0, *(pytest.param(most, marks=pytest.mark.large) for most in (1, 2))])
 @pytest.mark.parametrize("over_provision", [1.0, None])
-@pytest.mark.parametrize("seats", [2, None])
+@pytest.mark.parametrize("seats", [2, pytest.param(None, marks=pytest.mark.large)])
 def test_the_longest_first_changes_when_a_prompt_is_begun_and_not_what_is_trained(
     staleness: int, over_provision: float | None, seats: int | None
 ) -> None:
@@ -123,7 +127,7 @@ def test_more_in_flight_shortens_steps() -> None:
     """The point of it: with a long tail a step that may take what is finished is much shorter."""
     seconds = []
     for over_provision in (1.0, 1.5, 2.0):
-        races = [Race(seed, rules(1, over_provision)) for seed in range(SEEDS)]
+        races = [Race(seed, rules(1, over_provision)) for seed in range(SEEDS // 2)]
         for race in races:
             race.run(STEPS)
         seconds.append(sum(race.now for race in races))
