@@ -19,7 +19,7 @@ from gcore.ledger.records.chain import LogEntry
 from gcore.ledger.transactions import MOST_PRUNED
 from gcore.store.keys import JobKeys
 
-STEPS = int(os.environ.get("GCORE_SIM_STEPS", "6000"))
+STEPS = int(os.environ.get("GCORE_SIM_STEPS", "4000"))
 """`make sim-long` makes it 100,000; what grew would show long before."""
 FAILED = "fault"
 
@@ -43,7 +43,7 @@ def beyond(job: LongJob) -> dict[str, tuple[int, int]]:
 
 @pytest.mark.timeout(3600)
 def test_after_very_many_steps_the_store_holds_no_more_than_after_few_and_nothing_was_lost(tmp_path: Path) -> None:
-    early = max(STEPS // 10, 5 * LOST_EVERY)
+    early = max(STEPS // 10, 3 * LOST_EVERY)
     job = LongJob(tmp_path)
     asyncio.run(job.run(early))
     assert beyond(job) == {}
@@ -70,8 +70,11 @@ def test_after_very_many_steps_the_store_holds_no_more_than_after_few_and_nothin
 )
 def test_the_bound_rests_on_each_rule(tmp_path: Path, rule: object) -> None:
     job = LongJob(tmp_path, lacking=rule)
-    asyncio.run(job.run(4 * LOST_EVERY))
-    assert beyond(job)
+    for _ in range(4):
+        asyncio.run(job.run(LOST_EVERY))
+        if beyond(job):
+            return
+    pytest.fail("the store stays within its bound without the rule")
 
 
 def test_the_audit_of_a_job_whose_log_has_left_the_store_is_clean_and_misses_what_the_folder_lost(
