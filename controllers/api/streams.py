@@ -62,6 +62,9 @@ AT_ONCE = 256
 SOON_S, LATER_S = 0.05, 1.0
 """Shortest and longest delay between checks whether this controller works on a job that should run."""
 
+UNKNOWN_TIME = 0.0
+"""Time of an event that this controller did not see happen."""
+
 CATCH_UP_S = 20.0
 """Seconds for which a stream waits until this controller works on the job; then it fails."""
 
@@ -313,8 +316,9 @@ class StreamMethods(JobsServiceBase):
         raise StoreUnavailable(f"this controller has not started to work on job {uid} yet", fix="Retry the request")
 
     async def _history(self, uid: str) -> EventLog:
+        """The events of a job on which no controller works, from its records, which do not say when they were written."""
         keys = JobKeys(uid)
         batch = await self._jobs.batch(uid)
         history = EventLog(keys)
-        history.note(JobMirror(keys), batch, JobMirror(keys).fold(batch), self._clock.wall())
+        history.note(JobMirror(keys), batch, JobMirror(keys).fold(batch), UNKNOWN_TIME)
         return history

@@ -100,7 +100,8 @@ class Section(BaseModel):
         )
         if truths and cls.model_fields[info.field_name or ""].annotation not in (bool, bool | None):
             raise ValueError(
-                "a boolean (true, false, yes, no, on, off) is not allowed here; put quotes around it to mean the word"
+                "a boolean (true, false, yes, no, on, off) is not allowed here; put quotes around it to mean the word, "
+                "or write {} for a section with its defaults"
             )
         return value
 
@@ -175,6 +176,8 @@ def explain_errors(error: ValidationError, model: type[BaseModel], root: str = "
             if problem["type"] == "string_pattern_mismatch":
                 message = _pattern(problem["ctx"]["pattern"])
             given = problem["input"]
+            if problem["type"] == "tuple_type" and isinstance(given, str) and given:
+                message += f"; write [{shorten_text(given)}]"
             secret = {*loc[-1:]} & {*SECRET} or (isinstance(given, str) and _LOGIN.search(given))
             is_shown = isinstance(given, str | int | float | bool) and not secret
             shown = f" (got {shorten_text(repr(given))})" if is_shown else ""
@@ -221,8 +224,8 @@ def _nearest(loc: tuple[int | str, ...], model: type[BaseModel]) -> str | None:
 
 
 def _near_key(named: str, known: Sequence[str]) -> str | None:
-    """Return the known key that an unknown key probably means: by its initials (`lr`) or its spelling among the keys of
-    its section, else one of the same name in another section; in an unknown section, the one of the nearest spelling."""
+    """Return the known key that an unknown key probably means: by its initials (`lr`), its spelling or its beginning among
+    the keys of its section, else one of the same name in another section; in an unknown section, the one of the nearest spelling."""
     section, _, last = named.rpartition(".")
     beside = {key.rpartition(".")[2]: key for key in known if key.rpartition(".")[0] == section}
     if not beside:
@@ -230,7 +233,8 @@ def _near_key(named: str, known: Sequence[str]) -> str | None:
     initials = {
         "".join(word[0] for word in name.split("_") if word): key for name, key in beside.items() if "_" in name
     }
-    near = initials.get(last) or beside.get(nearest_name(last, beside) or "")
+    begun = [key for name, key in beside.items() if name.startswith(last)]
+    near = initials.get(last) or beside.get(nearest_name(last, beside) or "") or (begun[0] if len(begun) == 1 else None)
     elsewhere = sorted((key for key in known if key.rpartition(".")[2] == last), key=len)
     return near or next(iter(elsewhere), None)
 
