@@ -114,8 +114,8 @@ def require_adapter_config(folder: Path) -> dict[str, Any]:
 
 
 def check_same_base(folder: Path, adapter: Path, fix: str, tick: Callable[[int], None] = lambda _: None) -> None:
-    """Raise DataError unless the weights in `folder` are those that an adapter of gcore names as its base (`BASE_FILE`).
-    Reads all of them. `fix`: what the error advises. `tick`: as of `hash_files`."""
+    """Raise DataError unless the weights in `folder` are those that an adapter of gcore names as its base (`BASE_FILE`),
+    and no others. Reads all of them. `fix`: what the error advises. `tick`: as of `hash_files`."""
     if not (folder / "config.json").is_file():
         raise DataError("the adapter's base model is not here", where=str(folder), fix=fix)
     listed = adapter / BASE_FILE
@@ -129,6 +129,8 @@ def check_same_base(folder: Path, adapter: Path, fix: str, tick: Callable[[int],
         ) from error
     with explain_os_errors("cannot read a file of the adapter's base model", DataError, where=folder, fix=fix):
         found = hash_files([folder / name for name in names], tick)
-    for path, digest in found.items():
-        if names[path.name] != digest:
-            raise DataError("the file is not that of the adapter's base model", where=str(path), fix=fix)
+    wrong = [path for path, digest in found.items() if names[path.name] != digest]
+    # Weights beside the listed ones may be those that transformers loads.
+    wrong += [path for path in weight_files(folder) if path not in found]
+    if wrong:
+        raise DataError("the file is not that of the adapter's base model", where=str(wrong[0]), fix=fix)

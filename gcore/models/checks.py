@@ -203,8 +203,12 @@ def check_adapters(folder: Path, targets: Iterable[str], rank: int) -> None:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the safetensors files of a model folder. Raises ModelError if the index cannot be read or files are missing."""
-    names = _files_of_index(folder / INDEX) if (folder / INDEX).is_file() else [WHOLE]
+    """Return the safetensors files of a model folder from which transformers loads it: a single file goes before an index.
+
+    Raises ModelError if the index cannot be read or files are missing.
+    """
+    indexed = (folder / INDEX).is_file() and not (folder / WHOLE).is_file()
+    names = _files_of_index(folder / INDEX) if indexed else [WHOLE]
     return [folder / name for name in names]
 
 

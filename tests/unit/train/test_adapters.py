@@ -29,7 +29,7 @@ from gcore.models.adapters import (
     stored_name,
     stored_shapes,
 )
-from gcore.models.checks import check_adapters, check_whole
+from gcore.models.checks import check_adapters, check_whole, weight_files
 from gcore.models.dtypes import CODES
 from gcore.models.export import copy_model
 from gcore.models.hubs import ADAPTER_CONFIG, ModelError
@@ -44,6 +44,7 @@ from gcore.models.layout import (
     companion_files,
     copy_companions,
     file_entry,
+    read_manifest,
 )
 from gcore.models.publisher import NamedTensor
 from gcore.testing.models import make_tiny_model, rank_launch
@@ -51,6 +52,7 @@ from gcore.train.backends.adapters import BaseReference, adapter_config, add_ada
 from gcore.train.checkpoint.run_files import BackgroundWriter, RetryingWriter
 from gcore.train.checkpoint.writer import FolderPublisher, MergedModel
 from gcore.train.hf_models import load_module
+from gcore.train.rank.launch import RankLaunch
 from gcore.train.rank.main import _manifest
 from gcore.types import Version
 
@@ -223,11 +225,11 @@ def test_all_ranks_wait_for_each_tensor_of_the_merged_model(model: Path) -> None
     assert progress[1] - progress[0] == len(merged)
 
 
-def test_a_world_does_not_continue_adapters_on_another_base(tmp_path: Path) -> None:
-    model, run = make_tiny_model(tmp_path / "model"), tmp_path / "run"
-    version = Version(0, 1)
-    checkpoint_folder(run, version).parent.mkdir(parents=True)
-    checkpoint(model, checkpoint_folder(run, version))
+def resumed(model: Path, run: Path) -> RankLaunch:
+    """Rank 0 of a world that starts from a checkpoint with adapters of the model."""
+    folder = checkpoint_folder(run, Version(0, 1))
+    folder.parent.mkdir(parents=True)
+    checkpoint(model, folder)
     spec = {
         "name": "j",
         "model": {"path": str(model)},
@@ -236,16 +238,51 @@ def test_a_world_does_not_continue_adapters_on_another_base(tmp_path: Path) -> N
         "rollout": {"max_new_tokens": 4},
         "train": {"lora": {"rank": LORA.rank, "alpha": LORA.alpha}},
     }
-    launch = rank_launch(spec, run, start={"step": 1, "checkpoint": "checkpoints/0-1"})
+    return rank_launch(spec, run, start={"step": 1, "checkpoint": "checkpoints/0-1"})
+
+
+def test_a_world_does_not_continue_adapters_on_another_base(tmp_path: Path) -> None:
+    model = make_tiny_model(tmp_path / "model")
+    launch = resumed(model, tmp_path / "run")
     phases: list[str] = []
     manifest = _manifest(launch, phases.append)
     assert manifest is not None
-    assert manifest.version == version
+    assert manifest.version == Version(0, 1)
     assert set(phases) == {"loading"}
     shutil.rmtree(model)
     make_tiny_model(model, seed=1)
     with pytest.raises(DataError, match=r"not that of the adapter's base model\. Restore the model in model\.path"):
         _manifest(launch, phases.append)
+
+
+def test_a_world_continues_a_checkpoint_that_does_not_describe_its_base(model: Path, tmp_path: Path) -> None:
+    """Checkpoints of earlier releases have no digests of the base."""
+    launch = resumed(model, tmp_path / "run")
+    folder = checkpoint_folder(launch.run_path, Version(0, 1))
+    (folder / BASE_FILE).unlink()
+    old = read_manifest(folder)
+    files = {name: entry for name, entry in old.files.items() if name != BASE_FILE}
+    (folder / MANIFEST_FILE).write_bytes(old.model_copy(update={"files": files}).encode())
+    manifest = _manifest(launch, lambda _: None)
+    assert manifest is not None
+    assert BASE_FILE not in manifest.files
+
+
+def test_weights_beside_those_of_the_base_are_another_base_if_transformers_loads_them(tmp_path: Path) -> None:
+    model = make_tiny_model(tmp_path / "model")
+    AutoModelForCausalLM.from_pretrained(model).save_pretrained(tmp_path / "parts", max_shard_size="40KB")
+    parts = tmp_path / "parts"
+    assert len(weight_files(parts)) > 1
+    described = tmp_path / "adapter"
+    described.mkdir()
+    (described / BASE_FILE).write_bytes(describe_base(parts))
+    check_same_base(parts, described, "")
+    shutil.copy(make_tiny_model(tmp_path / "other", seed=5) / "model.safetensors", parts)
+    module = AutoModelForCausalLM.from_pretrained(parts)
+    assert torch.equal(logits(module), logits(AutoModelForCausalLM.from_pretrained(tmp_path / "other")))
+    assert weight_files(parts) == [parts / "model.safetensors"]
+    with pytest.raises(DataError, match=r"parts/model\.safetensors: the file is not that of the adapter's base model"):
+        check_same_base(parts, described, "")
 
 
 @pytest.mark.parametrize("content", [b"[1]", b"{", b"\xff", b'{"/dev/zero": ""}', b'{"../model.safetensors": ""}'])
