@@ -3,12 +3,14 @@
 An adapter changes a linear layer's matrix W [out, in] to W + s·B·A, with A [rank, in], B [out, rank] and
 s = alpha / rank (Hu et al. 2021, LoRA, section 4.1). A checkpoint of such a training has the adapters alone, in PEFT's
 layout, so that its folder is itself a PEFT adapter.
+
+Also reads the tensors of whole models in files, and checks that they fit a model that is served.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from gcore.errors import DataError
+from gcore.errors import DataError, EngineError
 from gcore.models.adapter_checks import check_pairs, require_adapter_config
 from gcore.models.checks import weight_files
 from gcore.models.dtypes import CODES, FLOATS, model_dtype
@@ -98,6 +100,50 @@ def file_shapes(path: Path) -> dict[str, TensorShape]:
             return {name: TensorShape(one.get_dtype(), tuple(one.get_shape())) for name, one in slices}
     except (OSError, SafetensorError) as error:
         raise DataError(f"cannot read the tensors ({error})", where=str(path), fix="Restore the file") from error
+
+
+def meta_tensors(folder: Path) -> dict[str, Tensor]:
+    """Return the tensors of a model folder without their values: on the meta device, floating-point ones as float32, the
+    others as int32. Raises EngineError.
+    """
+    try:
+        stored = stored_shapes(folder)
+    except DataError as error:
+        raise EngineError(error.what, where=error.where, fix="Repeat the weight sync") from error
+    return {
+        name: torch.empty(one.shape, dtype=torch.float32 if one.dtype in FLOATS else torch.int32, device="meta")
+        for name, one in stored.items()
+    }
+
+
+def same_kind(tensor: Tensor, own: Tensor) -> bool:
+    """Whether `tensor` can replace `own`: both are floating-point, or neither. Integers in place of floats would be a
+    quantized encoding, which is not supported.
+    """
+    return tensor.is_floating_point() == own.is_floating_point()
+
+
+def check_fit(
+    own: Mapping[str, Tensor], new: Mapping[str, Tensor], folder: Path, optional: Collection[str] = ()
+) -> None:
+    """Raise EngineError if the tensors `new` of a folder cannot replace those of the model (`own`).
+
+    `optional`: names that the folder may have or lack, because other weights are tied to them.
+    """
+    both = sorted(own.keys() & new.keys())
+    for names, what in (
+        (sorted(own.keys() - new.keys() - set(optional)), "lacks"),
+        (sorted(new.keys() - own.keys() - set(optional)), "has, unknown to the model,"),
+        ([name for name in both if new[name].shape != own[name].shape], "has in another shape"),
+        ([name for name in both if not same_kind(new[name], own[name])], "has as integers"),
+    ):
+        if names:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            raise EngineError(
+                f"the weights do not fit: the folder {what} {names[0]}{more}",
+                where=str(folder),
+                fix="Load weights of the model that the engine serves",
+            )
 
 
 def merged_tensors(

@@ -166,7 +166,7 @@ class HubListing:
 
         `folder` already contains the small files, whose index lists the weight files.
         """
-        named = weight_files(folder)
+        named = weight_file_names(folder)
         found = tuple(f for f in self.files if _matches(f.name, "*.safetensors"))
         return tuple(f for f in found if f.name in named) or found
 
@@ -210,7 +210,7 @@ class Hub(Protocol):
         ...
 
 
-def weight_files(folder: Path) -> frozenset[str]:
+def weight_file_names(folder: Path) -> frozenset[str]:
     """Return the names of the weight files that the model in `folder` has: those in its index, or
     `model.safetensors`.
     """
@@ -226,7 +226,7 @@ def is_whole(folder: Path, *, weights: bool) -> bool:
 
     Hub clients rename only complete files into place, so the check is by name.
     """
-    needed = {"config.json", "tokenizer.json"} | (weight_files(folder) if weights else frozenset())
+    needed = {"config.json", "tokenizer.json"} | (weight_file_names(folder) if weights else frozenset())
     return all((folder / name).is_file() for name in needed)
 
 

@@ -37,7 +37,7 @@ from gcore.models.hubs import (
     is_commit,
     is_whole,
     total_size,
-    weight_files,
+    weight_file_names,
 )
 
 Progress = Callable[[int, int], None]
@@ -204,7 +204,7 @@ class _Fetching:
         upload.
         """
         there = {file.name for file in listing.files}
-        missing = sorted(weight_files(folder) - there)
+        missing = sorted(weight_file_names(folder) - there)
         if INDEX in there and WHOLE not in there and missing:
             raise ModelError(
                 f"its index names weight files that the hub does not list (first {missing[0]}, {len(missing)} in all)",

@@ -31,7 +31,7 @@ from gcore.engines.torch.fast_path import FastDecodeStep, patch_norms
 from gcore.engines.torch.kv_cache import CacheShape
 from gcore.engines.torch.row_adapters import AdapterMatrices, RowAdapters
 from gcore.errors import DataError, EngineError, UsageError, one_line
-from gcore.models.adapters import adapted_tensors
+from gcore.models.adapters import adapted_tensors, check_fit
 from gcore.models.checks import check_code, require_config
 from gcore.models.layout import ADAPTER_FILE
 from gcore.system.memory import host_memory, is_out_of_memory, release_free_memory
@@ -361,19 +361,7 @@ def stage_weights(model: LoadedModel, folder: Path) -> StagedWeights:
         )
     # A checkpoint contains tied weights once.
     written = {own[name].data_ptr() for name in tensors if name in own}
-    missing = sorted(name for name in own.keys() - tensors.keys() if own[name].data_ptr() not in written)
-    unknown = sorted(tensors.keys() - own.keys())
-    wrong = sorted(n for n, t in tensors.items() if n in own and t.shape != own[n].shape)
-    coded = sorted(n for n, t in tensors.items() if n in own and not same_kind(t, own[n]))
-    for names, what in (
-        (missing, "lacks"),
-        (unknown, "has, unknown to the model,"),
-        (wrong, "has in another shape"),
-        (coded, "has as integers"),
-    ):
-        if names:
-            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            raise EngineError(f"the weights do not fit: the folder {what} {names[0]}{more}", where=str(folder))
+    check_fit(own, tensors, folder, optional={name for name, one in own.items() if one.data_ptr() in written})
     return StagedWeights(tensors)
 
 
@@ -391,13 +379,6 @@ def _converted(model: LoadedModel, folder: Path) -> Mapping[str, torch.Tensor]:
         raise ValueError(f"the checkpoint lacks {missing[0]} and has {sorted(report['unexpected_keys'])[:1]}")
     state: dict[str, torch.Tensor] = module.state_dict()
     return state
-
-
-def same_kind(tensor: torch.Tensor, own: torch.Tensor) -> bool:
-    """Whether `tensor` can replace `own`: both are floating-point, or neither. Integers in place of floats would be a
-    quantized encoding, which is not supported.
-    """
-    return tensor.is_floating_point() == own.is_floating_point()
 
 
 def apply_weights(model: LoadedModel, staged: StagedWeights) -> None:

@@ -31,8 +31,9 @@ from gcore.engines.serving.io_struct import (
 )
 from gcore.engines.serving.routes import version_notice
 from gcore.engines.torch.async_engine import AsyncEngine
-from gcore.engines.torch.model import StagedWeights, check_awake, same_kind
+from gcore.engines.torch.model import StagedWeights, check_awake
 from gcore.errors import EngineError, GcoreError
+from gcore.models.adapters import same_kind
 from gcore.models.publisher import WeightGroup
 from gcore.rollout.api import TransferManifest
 

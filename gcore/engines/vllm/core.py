@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from safetensors import SafetensorError, safe_open
 
 from gcore.engines.detokenizer import Detokenizer, tail_length
 from gcore.engines.request import (
@@ -32,18 +31,14 @@ from gcore.engines.request import (
 from gcore.engines.torch.engine import GeneratorBase
 from gcore.engines.torch.kv_cache import CacheShape
 from gcore.engines.torch.model import StagedWeights, check_awake
-from gcore.errors import EngineError, one_line
-from gcore.models.adapters import adapted_tensors
-from gcore.models.hubs import weight_files
+from gcore.errors import EngineError
+from gcore.models.adapters import adapted_tensors, check_fit, meta_tensors
 from gcore.models.layout import ADAPTER_FILE
 
 FINISHES = ("stop", "length", "abort", "error", "repetition")
 """vLLM's finish reasons, in the order of its numbers."""
 
 ALL_MEMORY = frozenset({"weights", "kv_cache"})
-
-FLOATS = ("F16", "BF16", "F32", "F64")
-"""Names of floating-point types in a safetensors file."""
 
 TIED = frozenset({"lm_head.weight"})
 """Tensors that a checkpoint may have or lack: vLLM skips them if they are tied."""
@@ -258,9 +253,9 @@ class VllmCore(GeneratorBase):
         check_awake(self._served)
         if (folder / ADAPTER_FILE).is_file():
             adapted = {one.name: one.tensor for one in adapted_tensors(self._served.folder, folder)}
-            check_tensors(self._served.tensors, adapted, folder)
+            check_fit(self._served.tensors, adapted, folder, TIED)
             return StagedWeights(adapted)
-        check_tensors(self._served.tensors, checkpoint_tensors(folder), folder)
+        check_fit(self._served.tensors, meta_tensors(folder), folder, TIED)
         return StagedFolder({}, folder=folder)
 
     def change_weights(self, staged: StagedWeights, version: str | None, *, flush: bool, abort: bool) -> None:
@@ -369,42 +364,3 @@ def _prompt_logprobs(task: GenerationRequest, tensors: Any) -> PromptLogprobs:
         (*first, *tops) if count else (),
         (*first, *others) if named else (),
     )
-
-
-def checkpoint_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """Read the names and shapes of a checkpoint's tensors, and whether they are floating-point (as float32, else int32).
-
-    The tensors are on the meta device. Raises EngineError.
-    """
-    found: dict[str, torch.Tensor] = {}
-    try:
-        for name in sorted(weight_files(folder)):
-            with safe_open(folder / name, framework="pt") as weights:
-                for key in weights.keys():  # noqa: SIM118
-                    part = weights.get_slice(key)
-                    dtype = torch.float32 if part.get_dtype() in FLOATS else torch.int32
-                    found[key] = torch.empty(part.get_shape(), dtype=dtype, device="meta")
-    except (OSError, SafetensorError) as error:
-        raise EngineError(
-            f"cannot read the weights ({one_line(error)})",
-            where=str(folder),
-            fix="Repeat the weight sync",
-        ) from error
-    return found
-
-
-def check_tensors(own: Mapping[str, torch.Tensor], new: Mapping[str, torch.Tensor], folder: Path) -> None:
-    """Raise EngineError if the tensors `new` of a folder cannot replace those of the model (`own`)."""
-    table = (
-        (sorted(own.keys() - new.keys() - TIED), "lacks"),
-        (sorted(new.keys() - own.keys() - TIED), "has, unknown to the model,"),
-        (sorted(n for n in new.keys() & own.keys() if new[n].shape != own[n].shape), "has in another shape"),
-        (
-            sorted(n for n in new.keys() & own.keys() if new[n].is_floating_point() != own[n].is_floating_point()),
-            "has as integers",
-        ),
-    )
-    for names, what in table:
-        if names:
-            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            raise EngineError(f"the weights do not fit: the folder {what} {names[0]}{more}", where=str(folder))

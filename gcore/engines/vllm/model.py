@@ -21,9 +21,10 @@ from gcore.engines.request import GenerationRequest, RequestSampling
 from gcore.engines.torch.kv_cache import CacheShape
 from gcore.engines.torch.model import DTYPES, check_vocabulary
 from gcore.engines.vllm.command import CPU_CACHE_TOKENS, engine_words
-from gcore.engines.vllm.core import ServedModel, VllmCore, VllmLimits, checkpoint_tensors
+from gcore.engines.vllm.core import ServedModel, VllmCore, VllmLimits
 from gcore.engines.vllm.sampling import SAMPLING, install_sampler
 from gcore.errors import DataError, EngineError, UsageError, one_line
+from gcore.models.adapters import meta_tensors
 from gcore.models.checks import check_code, require_config
 
 
@@ -112,7 +113,7 @@ def start_vllm(launch: VllmLaunch, text: Detokenizer | None) -> VllmCore:
     cache = settings.cache_config
     model = ServedModel(
         folder,
-        checkpoint_tensors(folder),
+        meta_tensors(folder),
         vocabulary,
         int(settings.model_config.max_model_len),
         end_tokens(folder, config, lambda token: None if text is None else text.token_id(token)),

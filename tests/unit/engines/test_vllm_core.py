@@ -22,9 +22,9 @@ from gcore.engines.request import GenerationRequest, RequestOutput, RequestSampl
 from gcore.engines.torch.kv_cache import CacheShape
 from gcore.engines.torch.model import StagedWeights
 from gcore.engines.vllm.command import OURS, ROWS, check_engine_args, engine_words
-from gcore.engines.vllm.core import ServedModel, VllmCore, VllmLimits, checkpoint_tensors, load_weights
+from gcore.engines.vllm.core import ServedModel, VllmCore, VllmLimits, load_weights
 from gcore.errors import EngineError, UsageError
-from gcore.models.adapters import AdapterConfig
+from gcore.models.adapters import AdapterConfig, meta_tensors
 from gcore.models.hubs import ADAPTER_CONFIG
 from gcore.models.layout import ADAPTER_FILE
 from gcore.testing.models import make_tiny_model, save_tokenizer
@@ -261,7 +261,7 @@ def test_a_folder_that_does_not_fit_is_refused_before_vllm_reads_it(
 
 def test_adapters_alone_are_added_to_the_model_that_was_loaded(tmp_path: Path) -> None:
     base = make_tiny_model(tmp_path / "base")
-    tensors = checkpoint_tensors(base)
+    tensors = meta_tensors(base)
     name = next(one for one in tensors if one.endswith("q_proj.weight")).removesuffix(".weight")
     rows, columns = tensors[f"{name}.weight"].shape
     a, b = torch.randn(2, columns), torch.randn(rows, 2)
