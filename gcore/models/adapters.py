@@ -10,7 +10,7 @@ Also reads the tensors of whole models in files, and checks that they fit a mode
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
