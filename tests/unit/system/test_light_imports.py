@@ -165,10 +165,6 @@ def test_a_process_enters_its_group_and_its_tether_with_few_modules() -> None:
     assert subprocess.run(guard, capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
-def test_engines_serve_http_without_grpc() -> None:
-    assert loaded(("gcore.engines.torch.server", "gcore.engines.sglang.adapter"), ("grpc",)) == ""
-
-
 def test_a_daemon_without_a_job_has_neither_numpy_nor_the_search_of_placements() -> None:
     """With numpy it would be a sixth larger; a first placement comes with the first job."""
     assert loaded(("controllers.daemon", "controllers.daemon.daemon"), ("numpy", "placement.mapping")) == ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -18,6 +19,41 @@ TINY = (
     "loss.backward(); optimizer.step(); "
 )
 HEAVY = ("torch._inductor", "torch._dynamo.eval_frame", "torch.distributed.tensor", "sympy")
+STARTS = {
+    "an engine": "import gcore.engines.torch.server, gcore.engines.sglang.adapter",
+    "a rank": "import gcore.train.models, gcore.train.step",
+    "a model and an optimizer's step": TINY,
+}
+ON_DEMAND = {
+    "compiler": (
+        "import torch, torch._dynamo; "
+        "real = torch._dynamo.config; import torch._dynamo.eval_frame; "
+        "result = [real.cache_size_limit > 0, type(sys.modules['torch._dynamo']).__name__, "
+        "sys.modules['torch._dynamo'] is torch._dynamo]"
+    ),
+    "masks": (
+        "import transformers.masking_utils as masks; "
+        "made = masks.TransformGetItemToIndex(); result = [type(made).__module__, callable(made.__enter__)]"
+    ),
+}
+PROGRAM = f"""
+{BEFORE}
+import json, os
+def loaded(*names):
+    return [name for name in names if name in sys.modules]
+results = {{}}
+for name, start in {STARTS!r}.items():
+    exec(start, {{}})
+    results[name] = {{"heavy": loaded(*{HEAVY!r}), "grpc": loaded("grpc")}}
+print(json.dumps(results), flush=True)
+for name, program in {ON_DEMAND!r}.items():
+    if os.fork() == 0:
+        scope = {{"sys": sys}}
+        exec(program, scope)
+        print(json.dumps({{name: scope["result"]}}), flush=True)
+        os._exit(0)
+    os.wait()
+"""
 
 
 def run(program: str) -> str:
@@ -27,13 +63,19 @@ def run(program: str) -> str:
     return done.stdout.strip()
 
 
-@pytest.mark.parametrize(
-    "program",
-    ["import gcore.engines.torch.server; ", "import gcore.train.models, gcore.train.step; ", TINY],
-    ids=["an engine", "a rank", "a model and an optimizer's step"],
-)
-def test_no_worker_loads_the_compiler_at_its_start(program: str) -> None:
-    assert run(BEFORE + program + f"print([m for m in {HEAVY!r} if m in sys.modules])") == "[]"
+@pytest.fixture(scope="module")
+def results() -> dict[str, dict[str, list[str]]]:
+    """Start everything of `STARTS` in one process, one after the other, and each of `ON_DEMAND` in a child of it."""
+    return {name: value for line in run(PROGRAM).splitlines() for name, value in json.loads(line).items()}
+
+
+@pytest.mark.parametrize("name", STARTS)
+def test_no_worker_loads_the_compiler_at_its_start(results: dict[str, dict[str, list[str]]], name: str) -> None:
+    assert results[name]["heavy"] == []
+
+
+def test_engines_serve_http_without_grpc(results: dict[str, dict[str, list[str]]]) -> None:
+    assert results["an engine"]["grpc"] == []
 
 
 @pytest.mark.large
@@ -42,14 +84,8 @@ def test_numbers_are_those_of_an_untouched_process() -> None:
     assert run(BEFORE + program) == run(program)
 
 
-def test_compiler_is_the_real_one_when_imported() -> None:
-    program = (
-        "import torch, torch._dynamo; "
-        "real = torch._dynamo.config; import torch._dynamo.eval_frame; "
-        "print(real.cache_size_limit > 0, type(sys.modules['torch._dynamo']).__name__, "
-        "sys.modules['torch._dynamo'] is torch._dynamo)"
-    )
-    assert run(BEFORE + program) == "True module True"
+def test_compiler_is_the_real_one_when_imported(results: dict[str, list[object]]) -> None:
+    assert results["compiler"] == [True, "module", True]
 
 
 @pytest.mark.large
@@ -58,9 +94,5 @@ def test_a_function_can_still_be_compiled() -> None:
     assert run(BEFORE + TINY + program) == "2.0"
 
 
-def test_transformers_masks_get_the_compiler_s_helper_when_they_need_it() -> None:
-    program = (
-        "import transformers.masking_utils as masks; "
-        "made = masks.TransformGetItemToIndex(); print(type(made).__module__, callable(made.__enter__))"
-    )
-    assert run(BEFORE + program) == "torch._dynamo._trace_wrapped_higher_order_op True"
+def test_transformers_masks_get_the_compiler_s_helper_when_they_need_it(results: dict[str, list[object]]) -> None:
+    assert results["masks"] == ["torch._dynamo._trace_wrapped_higher_order_op", True]
