@@ -17,6 +17,7 @@ from gcore.data.dataset import Dataset
 from gcore.data.renderer import PromptRenderer
 from gcore.errors import DataError
 from gcore.quickstart import __main__ as command
+from gcore.quickstart import arithmetic
 from gcore.quickstart import folder as prepared_folder
 from gcore.quickstart.arithmetic import ArithmeticManifest, prepare_arithmetic
 from gcore.quickstart.folder import PreparedFolder
@@ -41,32 +42,36 @@ def example(tmp_path_factory: pytest.TempPathFactory) -> PreparedFolder[Arithmet
     return make(tmp_path_factory.mktemp("prepared") / "arithmetic")
 
 
+@pytest.fixture
+def copied(example: PreparedFolder[ArithmeticManifest], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A preparation copies `example` instead of training a model."""
+
+    def copy(draft: Path, *_: object, **__: object) -> ArithmeticManifest:
+        shutil.copytree(example.folder, draft, dirs_exist_ok=True, ignore=shutil.ignore_patterns("manifest.json"))
+        return example.manifest
+
+    monkeypatch.setattr(arithmetic, "_fill_arithmetic", copy)
+
+
 def test_another_seed_gives_another_model(example: PreparedFolder[ArithmeticManifest], tmp_path: Path) -> None:
     other = bytes_of(make(tmp_path / "other", seed=1).folder)
     assert other["model/model.safetensors"] != bytes_of(example.folder)["model/model.safetensors"]
 
 
-def test_the_same_seed_gives_the_same_bytes_with_any_number_of_threads(
+def test_same_seed_gives_the_same_bytes_with_any_number_of_threads_and_leaves_torchs_random_state_alone(
     example: PreparedFolder[ArithmeticManifest], tmp_path: Path
 ) -> None:
     import torch
 
-    before = torch.get_num_threads()
+    before, state = torch.get_num_threads(), torch.get_rng_state()
     torch.set_num_threads(2)
     try:
         made = make(tmp_path / "threads")
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
+    assert torch.equal(torch.get_rng_state(), state)
     assert bytes_of(made.folder) == bytes_of(example.folder)
-
-
-def test_preparing_leaves_torchs_random_state_alone(tmp_path: Path) -> None:
-    import torch
-
-    before = torch.get_rng_state()
-    make(tmp_path / "fresh")
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_a_second_call_finds_what_the_first_has_made(
@@ -79,6 +84,7 @@ def test_a_second_call_finds_what_the_first_has_made(
     assert again.manifest.greedy_accuracy == example.manifest.greedy_accuracy
 
 
+@pytest.mark.usefixtures("copied")
 @pytest.mark.parametrize(
     "damage",
     [
@@ -117,11 +123,18 @@ import os, signal, sys
 from pathlib import Path
 from gcore.quickstart import arithmetic
 from gcore.system import files
+def fill(draft, *arguments, **options):
+    (draft / "train.jsonl").write_text("")
+    return arithmetic.ArithmeticManifest(
+        recipe=1, seed=0, threads=1, torch="2", warm_updates=1, greedy_accuracy=0.4, pass_at_8=0.5
+    )
+arithmetic._fill_arithmetic = fill
 files._take_name = lambda *arguments: os.kill(os.getpid(), signal.SIGKILL)
 arithmetic.prepare_arithmetic(Path(sys.argv[1]), progress=False, warm_updates=1, must_fit=False)
 """
 
 
+@pytest.mark.usefixtures("copied")
 def test_a_killed_preparation_leaves_nothing_that_is_taken_for_done(tmp_path: Path) -> None:
     folder = tmp_path / "arithmetic"
     ended = subprocess.run([sys.executable, "-c", INTERRUPTED, str(folder)], env=os.environ | {"OMP_NUM_THREADS": "1"})
@@ -154,6 +167,7 @@ def test_existing_paths_of_the_user_are_left_alone(tmp_path: Path, kind: str) ->
     assert to.is_symlink() or to.read_text() == "precious" if kind != "a foreign folder" else (to / "precious").exists()
 
 
+@pytest.mark.usefixtures("copied")
 def test_an_empty_folder_is_filled(tmp_path: Path) -> None:
     (tmp_path / "arithmetic").mkdir()
     assert (make(tmp_path / "arithmetic").model / "config.json").is_file()
