@@ -20,7 +20,7 @@ from gcore.config import load_spec
 from gcore.data.dataset import Dataset
 from gcore.errors import GcoreError, UsageError
 from gcore.quickstart import starter
-from gcore.quickstart.starter import TASKS, StarterModel, UserModel, package_name, project_files
+from gcore.quickstart.starter import TASKS, StarterModel, StarterTask, UserModel, package_name, project_files
 
 SORT = TASKS["sort"]
 
@@ -35,6 +35,20 @@ def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
         return write(*arguments, **options, updates=2, must_fit=False)
 
     monkeypatch.setattr(starter, "write_model", few_updates)
+    return tmp_path
+
+
+@pytest.fixture
+def untrained(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """In an empty folder, with a file in place of the model."""
+
+    def write_file(task: StarterTask, folder: Path, **options: object) -> float:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "model.safetensors").touch()
+        return 0.3
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(starter, "write_model", write_file)
     return tmp_path
 
 
@@ -57,9 +71,9 @@ def test_the_project_is_whole_and_its_spec_names_what_is_there(quick: Path, task
         compile(file.read_text(), str(file), "exec")
 
 
-def test_the_projects_tests_pass_with_plain_pytest(quick: Path) -> None:
+def test_the_projects_tests_pass_with_plain_pytest(untrained: Path) -> None:
     init(Path("some-name"))
-    project = quick / "some-name"
+    project = untrained / "some-name"
     info = project / "src" / "some_name-0.1.0.dist-info"  # as pip would leave it
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: some-name\nVersion: 0.1.0\n")
@@ -124,34 +138,34 @@ def test_existing_paths_are_never_changed(tmp_path: Path, kind: str, force: bool
     assert sorted(p.name for p in tmp_path.rglob("*")) == before
 
 
-def test_an_empty_folder_is_taken_with_force_and_only_then(quick: Path) -> None:
-    (quick / "mine").mkdir()
+def test_an_empty_folder_is_taken_with_force_and_only_then(untrained: Path) -> None:
+    (untrained / "mine").mkdir()
     with pytest.raises(UsageError, match="--force"):
         init(Path("mine"))
     init(Path("mine"), force=True)
-    assert (quick / "mine" / "grpo.yaml").is_file()
+    assert (untrained / "mine" / "grpo.yaml").is_file()
 
 
-def test_a_folder_that_somebody_makes_meanwhile_is_left_alone(quick: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_somebody_makes_meanwhile_is_left_alone(untrained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def meanwhile(*arguments, **options):  # type: ignore[no-untyped-def]
-        (quick / "mine").mkdir()
-        (quick / "mine" / "precious").write_text("precious")
+        (untrained / "mine").mkdir()
+        (untrained / "mine" / "precious").write_text("precious")
         return 0.3
 
     monkeypatch.setattr(starter, "write_model", meanwhile)
     with pytest.raises(UsageError, match="not empty"):
         init(Path("mine"))
-    assert [p.name for p in quick.rglob("*")] == ["mine", "precious"]
+    assert [p.name for p in untrained.rglob("*")] == ["mine", "precious"]
 
 
-def test_an_error_in_the_middle_leaves_nothing(quick: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_in_the_middle_leaves_nothing(untrained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*arguments, **options):  # type: ignore[no-untyped-def]
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(starter, "write_data", full)
     with pytest.raises(GcoreError, match="the disk is full"):
         init(Path("mine"))
-    assert list(quick.iterdir()) == []
+    assert list(untrained.iterdir()) == []
 
 
 def test_a_place_where_nothing_can_be_made_is_a_sentence(tmp_path: Path) -> None:
@@ -160,7 +174,11 @@ def test_a_place_where_nothing_can_be_made_is_a_sentence(tmp_path: Path) -> None
         init(tmp_path / "file" / "mine")
 
 
-INTERRUPTED = "import sys; from controllers.cli.main import main; sys.argv = ['gcore', 'init', 'mine']; main()"
+INTERRUPTED = (
+    "import sys; from controllers.cli.main import main; from gcore.quickstart import folder; "
+    "folder.PLAIN_LINES = 1000; sys.argv = ['gcore', 'init', 'mine']; main()"
+)
+"""It reports each update, the first soon after its imports."""
 
 
 @pytest.mark.parametrize(
@@ -199,22 +217,22 @@ def test_a_full_disk_is_told_while_the_model_is_written(tmp_path: Path, monkeypa
     assert caught.value.errno == 28
 
 
-def test_leftovers_of_a_killed_init_are_removed_although_it_is_a_zombie(quick: Path) -> None:
+def test_leftovers_of_a_killed_init_are_removed_although_it_is_a_zombie(untrained: Path) -> None:
     zombie = subprocess.Popen([sys.executable, "-c", ""])
     os.waitid(os.P_PID, zombie.pid, os.WEXITED | os.WNOWAIT)
-    (quick / f".mine.init-{zombie.pid}.tmp").mkdir()
+    (untrained / f".mine.init-{zombie.pid}.tmp").mkdir()
     init(Path("mine"))
     zombie.wait()
-    assert [p.name for p in quick.iterdir()] == ["mine"]
+    assert [p.name for p in untrained.iterdir()] == ["mine"]
 
 
-def test_leftovers_of_a_killed_init_are_removed_and_those_of_a_running_one_stay(quick: Path) -> None:
+def test_leftovers_of_a_killed_init_are_removed_and_those_of_a_running_one_stay(untrained: Path) -> None:
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
-    (quick / f".mine.init-{ended.pid}.tmp").mkdir()
-    (quick / f".mine.init-{os.getppid()}.tmp").mkdir()
+    (untrained / f".mine.init-{ended.pid}.tmp").mkdir()
+    (untrained / f".mine.init-{os.getppid()}.tmp").mkdir()
     init(Path("mine"))
-    assert sorted(p.name for p in quick.iterdir()) == [f".mine.init-{os.getppid()}.tmp", "mine"]
+    assert sorted(p.name for p in untrained.iterdir()) == [f".mine.init-{os.getppid()}.tmp", "mine"]
 
 
 def test_a_model_of_ones_own_is_named_in_the_spec_and_none_is_made(tmp_path: Path) -> None:
