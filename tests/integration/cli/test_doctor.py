@@ -37,6 +37,13 @@ def doctor(*words: str, cwd: Path, few_files: bool = False, **environment: str) 
     return done.returncode, {check["check"]: check for check in json.loads(done.stdout)["checks"]}
 
 
+def broken_torch(folder: Path) -> str:
+    """A folder for PYTHONPATH with a torch that cannot be imported."""
+    folder.mkdir()
+    (folder / "torch.py").write_text("raise ImportError('libc10.so is not there')")
+    return str(folder)
+
+
 def test_nothing_fails_where_the_tests_run_and_hubs_that_are_away_are_but_warned_of(tmp_path: Path) -> None:
     away = "http://127.0.0.1:9"
     code, checks = doctor("--online", cwd=tmp_path, HF_ENDPOINT=away, MODELSCOPE_ENDPOINT=away)
@@ -51,10 +58,8 @@ def test_nothing_fails_where_the_tests_run_and_hubs_that_are_away_are_but_warned
 
 
 def test_a_broken_environment_fails_by_name_each_with_what_to_do(tmp_path: Path) -> None:
-    broken, programs = tmp_path / "packages", tmp_path / "bin"
-    broken.mkdir()
+    programs = tmp_path / "bin"
     programs.mkdir()
-    (broken / "torch.py").write_text("raise ImportError('libc10.so is not there')")
     (programs / "etcd").write_text("#!/bin/sh\necho I am something else\n")
     (programs / "etcd").chmod(stat.S_IRWXU)
     home = tmp_path / "home"
@@ -63,7 +68,7 @@ def test_a_broken_environment_fails_by_name_each_with_what_to_do(tmp_path: Path)
         *("--home", str(home), "--slots", "cuda:3", "--sglang-python", str(tmp_path / "absent")),
         cwd=tmp_path,
         few_files=True,
-        PYTHONPATH=str(broken),
+        PYTHONPATH=broken_torch(tmp_path / "packages"),
         PATH=f"{programs}:{os.environ['PATH']}",
         OMP_WAIT_POLICY="ACTIVE",
     )
@@ -91,7 +96,8 @@ def test_a_cluster_whose_processes_are_gone_is_told_part_by_part(tmp_path: Path)
     )
     document = LocalClusterState(home=str(tmp_path), etcd=etcd, controllers=(controller,))
     (tmp_path / "cluster.json").write_text(document.model_dump_json())
-    code, checks = doctor("--home", str(tmp_path), cwd=tmp_path)
+    # Without torch doctor does not test the train backends, which takes longer than everything else.
+    code, checks = doctor("--home", str(tmp_path), cwd=tmp_path, PYTHONPATH=broken_torch(tmp_path / "packages"))
     assert code == 1
     assert checks["node-0"]["state"] == checks["cluster's etcd"]["state"] == "fail"
 
