@@ -44,9 +44,10 @@ def test_every_expected_answer_equals_itself() -> None:
     assert [gold for gold in golds if value_of(rf"\boxed{{{gold}}}", gold) != 1.0] == []
 
 
-def test_equality_has_no_direction_for_numbers_and_expressions() -> None:
+@pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.large)])
+def test_equality_has_no_direction_for_numbers_and_expressions(every: int) -> None:
     kinds = ("small", "large", "fraction", "root", "expression", "complex", "interval", "matrix")
-    pairs = [pair for pair in PAIRS if pair["kind"] in kinds]
+    pairs = [pair for kind in kinds for pair in [pair for pair in PAIRS if pair["kind"] == kind][::every]]
     turned = [pair for pair in pairs if value_of(rf"\boxed{{{pair['expected']}}}", pair["response"]) != pair["equal"]]
     assert not turned
 
@@ -96,7 +97,13 @@ def test_an_object_as_expected_answer_names_the_field_within_it() -> None:
 
 
 @pytest.mark.parametrize(
-    "answer", ["9^{9^{9^{9}}}", "(((9!)!)!)!", r"\prod_{k=1}^{10^{12}} k", r"\sum_{k=1}^{10^9}\frac{1}{k^2}"]
+    "answer",
+    [
+        "9^{9^{9^{9}}}",
+        "(((9!)!)!)!",
+        r"\prod_{k=1}^{10^{12}} k",
+        pytest.param(r"\sum_{k=1}^{10^9}\frac{1}{k^2}", marks=pytest.mark.large),
+    ],
 )
 def test_an_answer_that_uses_up_its_processor_time_is_worth_nothing_and_a_part_says_so(answer: str) -> None:
     result = reward(rf"\boxed{{{answer}}}", {"answer": "9^9"}, RewardSpec(name="math"))
@@ -113,7 +120,8 @@ def test_an_answer_that_uses_up_its_processor_time_is_worth_nothing_and_a_part_s
         "}",
         "\\",
         "\\frac{",
-        "(" * 500,
+        "(" * 100,
+        pytest.param("(" * 500, marks=pytest.mark.large),
         "{" * 2000 + "}" * 2000,
         "=",
         "<",
