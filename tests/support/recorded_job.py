@@ -71,6 +71,7 @@ class RecordedJob:
     """Whether entries are written as schema version 3 writes them, binding job, head and shares."""
     cluster: MemoryCluster = field(default_factory=lambda: MemoryCluster(FakeClock()))
     nonces: int = 0
+    _mirrored: tuple[KeyListing, JobMirror] = field(init=False, default=(KeyListing((), -1), JobMirror(KEYS)))
 
     def __post_init__(self) -> None:
         self.store = MemoryStore(self.cluster)
@@ -92,10 +93,12 @@ class RecordedJob:
 
     @property
     def mirror(self) -> JobMirror:
-        """The job as it stands."""
+        """The job as it stands; the same object until the store changes."""
         listing = self.listing
-        batch = WatchBatch(tuple(WatchEvent("put", kv) for kv in listing.kvs), listing.revision, reset=True)
-        return mirror_of(UID, batch)
+        if listing != self._mirrored[0]:
+            batch = WatchBatch(tuple(WatchEvent("put", kv) for kv in listing.kvs), listing.revision, reset=True)
+            self._mirrored = listing, mirror_of(UID, batch)
+        return self._mirrored[1]
 
     @property
     def head(self) -> Head:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -71,9 +72,10 @@ def test_corruption_is_found_with_the_affected_prompts(job: RecordedJob, corrupt
 
 def test_most_kinds_of_damage_are_about_prompts_and_the_others_say_about_what(tmp_path: Path) -> None:
     about: dict[str, set[str]] = {}
+    whole = scene_of(a_job_under_way(tmp_path / "whole"))
     for number, corruption in enumerate(CORRUPTIONS):
-        job = a_job_under_way(tmp_path / str(number))
-        about.setdefault(damage(job, corruption).about, set()).add(corruption.__name__)
+        scene = Scene(dict(whole.records), shutil.copytree(whole.run_dir, tmp_path / str(number)))
+        about.setdefault(corruption(scene).about, set()).add(corruption.__name__)
     assert {kind: len(names) for kind, names in about.items()} == {
         "prompts": 25,
         "an entry": 11,
