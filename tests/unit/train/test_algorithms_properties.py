@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
 from typing import Literal, get_args
 
 import pytest
@@ -346,15 +344,3 @@ def test_the_rate_at_some_updates(
 def test_a_negative_update_is_refused() -> None:
     with pytest.raises(ValueError, match="counted from 0"):
         learning_rate(-1, peak=1.0, warmup_updates=0, schedule="constant", total_updates=1)
-
-
-# --- the module's ways
-
-
-def test_the_algorithms_import_nothing_else_of_gcore() -> None:
-    program = (
-        "import sys; import gcore.train.algorithms.advantages, gcore.train.algorithms.losses; "
-        "print(sorted(m for m in sys.modules if m.startswith('gcore.') and not m.startswith(('gcore.train', 'gcore.aliases'))))"
-    )
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert result.stdout.strip() == "[]"
