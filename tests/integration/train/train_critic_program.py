@@ -304,7 +304,7 @@ class Rank:
             if self.size == 4 and case != "fresh":
                 continue
             options = options | {"sequence_parallel": self.group.size}
-            if case in ONCE and self.size > 1 and stage < 3:
+            if case in ONCE and self.size > 1 and stage != 3:
                 continue
             run = self.folder / f"{case}-{stage}-{self.size}"
             trainer = self.trainer(run, spec(self.folder, options, stage))

@@ -108,8 +108,8 @@ STAGES = tuple(int(stage) for stage in os.environ.get("STAGES", "1 2 3").split()
 """Of ZeRO, at which two ranks run everything."""
 FEW = ("engine", "updates")
 """Cases that are run at every stage; the others one rank runs at stage 2 only, and two at `STAGES`."""
-CROSSING = os.environ.get("CROSSING", "").split()
-"""The cases that two ranks run, and those in parts, `streamed-engine`; empty: all."""
+CROSSING: dict[str, list[str]] = json.loads(os.environ.get("CROSSING", "{}"))
+"""By stage the cases that two ranks run, and those in parts, `streamed-engine`; empty: all."""
 CORRECTIONS = {"tis": "tis", "plus": "icepop", "remax": "decoupled", "mis": "mis", "updates": "decoupled"}
 SIZES = {"dual": (2, 3, 3), "mis": (3, 2, 3)}
 """Cases in which groups are of different sizes."""
@@ -178,9 +178,9 @@ def spec(folder: Path, case: str, stage: int, **train: Any) -> dict[str, Any]:
     }
 
 
-def cases_of(cases: Sequence[str], size: int, prefix: str = "") -> list[str]:
-    """Those of them that so many ranks run."""
-    return [case for case in cases if not CROSSING or size == 1 or prefix + case in CROSSING]
+def cases_of(cases: Sequence[str], size: int, stage: int, prefix: str = "") -> list[str]:
+    """Those of them that so many ranks run at the stage."""
+    return [case for case in cases if not CROSSING or size == 1 or prefix + case in CROSSING[str(stage)]]
 
 
 def make_step() -> tuple[Seal, dict[str, TrainGroup]]:
@@ -572,11 +572,11 @@ def rank_process(folder: Path, rank: int, size: int) -> None:
         whole = stage in STAGES if size > 1 else stage == 2
         if stage == FSDP2 and not whole:
             continue
-        for case in cases_of([*CASES, "updates", "lonely"], size) if whole else FEW:
+        for case in cases_of([*CASES, "updates", "lonely"], size, stage) if whole else FEW:
             whole_step(case, stage)
         if not whole:
             continue
-        for case in cases_of([*STREAMED, "half"], size, "streamed-"):
+        for case in cases_of([*STREAMED, "half"], size, stage, "streamed-"):
             streamed(case, stage, **({"dtype": "bf16"} if case == "half" else {}))
         nothing = seal.model_copy(update={"world_size": size, "groups": (), "last": True})
         result = trainer(f"empty-{stage}", spec(folder, "engine", stage)).run(
