@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,6 +11,7 @@ from controllers.api.submission import checks
 from controllers.api.submission.checks import try_objectives
 from gcore.config.train import TrainSpec
 from gcore.plugins import PluginFault
+from gcore.train.objectives import find_plugin_advantage, find_plugin_loss
 
 CODE = """
 import os, signal, time
@@ -54,6 +56,10 @@ def file(tmp_path: Path) -> Path:
     return own
 
 
+def spec_of(file: Path, section: dict[str, str]) -> TrainSpec:
+    return TrainSpec(**{key: f"{file}:{name}" for key, name in section.items()})  # type: ignore[arg-type]
+
+
 def test_functions_that_work_are_accepted(file: Path) -> None:
     train = TrainSpec(advantage=f"{file}:centered", loss=f"{file}:plain", advantage_options={"scale": 2.0})
     try_objectives(train)
@@ -71,13 +77,27 @@ def test_no_process_starts_for_built_in_ones(monkeypatch: pytest.MonkeyPatch) ->
         ({"advantage": "number"}, r"^train\.advantage: .* is an int, which cannot be called"),
         ({"advantage": "alone"}, r"^train\.advantage: .*own\.py:alone' raised TypeError: alone\(\) takes 1"),
         ({"advantage": "late"}, r"^train\.advantage: .* returned a coroutine, because"),
-        ({"advantage": "leaves"}, r"^train\.advantage: the trial of .* ended its process \(.* exit code 3\)\. Correct"),
         ({"loss": "summed"}, r"^train\.loss: .* returned a tensor of shape \[\], not a tensor of shape \[2, 3\]"),
     ],
 )
 def test_a_function_that_a_rank_would_refuse_is_refused(file: Path, section: dict[str, str], said: str) -> None:
+    find: Any = find_plugin_advantage if "advantage" in section else find_plugin_loss  # by the next test's process
     with pytest.raises(PluginFault, match=said):
-        try_objectives(TrainSpec(**{key: f"{file}:{name}" for key, name in section.items()}))  # type: ignore[arg-type]
+        find(spec_of(file, section))
+
+
+@pytest.mark.parametrize(
+    ("section", "said"),
+    [
+        ({"advantage": "leaves"}, r"^train\.advantage: the trial of .* ended its process \(.* exit code 3\)\. Correct"),
+        ({"loss": "summed"}, r"^train\.loss: .* returned a tensor of shape \[\], not a tensor of shape \[2, 3\]"),
+    ],
+)
+def test_fault_of_the_process_that_tries_a_function_is_the_fault_of_the_job(
+    file: Path, section: dict[str, str], said: str
+) -> None:
+    with pytest.raises(PluginFault, match=said):
+        try_objectives(spec_of(file, section))
 
 
 def test_a_function_that_never_returns_is_ended(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
