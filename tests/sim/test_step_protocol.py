@@ -19,7 +19,7 @@ from gcore.testing import Call, Fate, MemoryStore
 from gcore.types import PromptRef
 
 FIRST = int(os.environ.get("GCORE_SIM_FIRST", "0"))
-SEEDS = int(os.environ.get("GCORE_SIM_SEEDS", "40"))
+SEEDS = int(os.environ.get("GCORE_SIM_SEEDS", "16"))
 """make test-large plays 120, make sim thousands."""
 
 
