@@ -22,6 +22,8 @@ WHOLE = {
     "publishing: engines keep old weights": 0,
 }
 """Noticed by whole clusters of one of the nine seeds from this one on."""
+LONG = ("2 an update before READY",)
+"""Noticed only when a cluster makes no progress for a long simulated time."""
 
 
 @pytest.mark.parametrize("name", BARE)
@@ -31,7 +33,7 @@ def test_a_compare_that_is_taken_out_is_noticed_by_the_bare_protocol(name: str) 
         assert any(bare(seed) for seed in range(12))
 
 
-@pytest.mark.parametrize("name", WHOLE)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.large] * (name in LONG)) for name in WHOLE])
 def test_a_rule_that_is_taken_out_is_noticed_by_whole_clusters(name: str) -> None:
     with MUTATIONS[name].applied():
         assert any(whole(seed) for seed in range(WHOLE[name], WHOLE[name] + 9))
