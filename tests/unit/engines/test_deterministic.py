@@ -134,7 +134,7 @@ def test_a_pause_that_takes_rows_away_changes_no_bit_and_streams_nothing_twice(t
     assert (found.tokens, found.logprobs) == (expected.tokens, expected.logprobs)
 
 
-@pytest.mark.parametrize("width", [32, 128, 512])
+@pytest.mark.parametrize("width", [128, *(pytest.param(width, marks=pytest.mark.large) for width in (32, 512))])
 def test_a_prompt_whose_log_probabilities_are_asked_for_changes_no_bit_of_others_that_share_it(
     tmp_path: Path, width: int
 ) -> None:
