@@ -37,6 +37,7 @@ from gcore.engines.torch.engine import GeneratorBase
 from gcore.engines.torch.kv_cache import CacheShape
 from gcore.engines.torch.model import (
     DTYPES,
+    TOLERANCES,
     TOO_BIG,
     check_vocabulary,
     context_length,
@@ -57,9 +58,6 @@ PADDING = 0
 
 TRIED = (3, 1, 12)
 """Lengths in tokens of the prompts of the trial at start."""
-
-ALLOWED = {torch.float32: 3e-4, torch.bfloat16: 0.25, torch.float16: 0.25}
-"""Largest difference between log-probabilities of a prompt alone and padded in a batch."""
 
 
 @dataclass(slots=True)
@@ -319,20 +317,8 @@ class HfCore(GeneratorBase):
     ) -> tuple[torch.Tensor, BatchSamplingParams, ForbiddenTokens | None]:
         """Return the sampler's arguments for these rows: random numbers, parameters, and tokens that are too early."""
         sampling = [row.work.task.sampling for row in rows]
-        params = BatchSamplingParams.of(
-            np.array([s.temperature for s in sampling]),
-            np.array([s.top_p for s in sampling]),
-            np.array([s.top_k or 0 for s in sampling]),
-            np.array([s.min_p for s in sampling]),
-            device,
-        )
-        early = [
-            (place, token)
-            for place, (row, s) in enumerate(zip(rows, sampling, strict=True))
-            if len(row.work.tokens) < s.min_new_tokens
-            for token in s.stop_token_ids
-        ]
-        forbidden = ForbiddenTokens(*torch.tensor(early, device=device).unbind(1)) if early else None
+        params = BatchSamplingParams.of_requests(sampling, device)
+        forbidden = ForbiddenTokens.of_requests(sampling, [len(row.work.tokens) for row in rows], device)
         uniforms = torch.tensor([row.uniform() for row in rows], dtype=torch.float64, device=device)
         return uniforms, params, forbidden
 
@@ -408,7 +394,7 @@ def load_model(launch: EngineLaunch, text: Detokenizer | None) -> HfModel:
             where=launch.model,
             fix="Serve it with SGLang instead",
         ) from error
-    model.pads = difference <= ALLOWED[model.shape.dtype]
+    model.pads = difference <= TOLERANCES[model.shape.dtype]
     return model
 
 

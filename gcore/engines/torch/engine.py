@@ -216,8 +216,7 @@ class Decoder:
             self._params = None if first else params
         else:
             params = self._params
-        cells = rows.forbidden(first)
-        forbidden = ForbiddenTokens(*torch.tensor(cells, device=device).unbind(1)) if cells else None
+        forbidden = ForbiddenTokens.of(rows.forbidden(first), device)
         drawn = sample(logits, torch.from_numpy(rows.uniforms(first)).to(device), params, forbidden)
         logprobs = drawn.logprobs.cpu().numpy()
         ended = rows.record(first, drawn.tokens.cpu().numpy(), logprobs)

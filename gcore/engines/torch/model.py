@@ -38,6 +38,9 @@ from gcore.system.memory import host_memory, is_out_of_memory, release_free_memo
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
+TOLERANCES = {torch.float32: 3e-4, torch.bfloat16: 0.25, torch.float16: 0.25}
+"""Largest difference of log-probabilities that rounding explains, in the trials of models at start."""
+
 CONTEXT = 2048
 """Context length if neither the model nor the launch sets one."""
 

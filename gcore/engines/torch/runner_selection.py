@@ -26,7 +26,7 @@ from gcore.engines.torch.attention import BLOCK, PrefillPass
 from gcore.engines.torch.engine import Decoder
 from gcore.engines.torch.fast_path import fast_decode_step
 from gcore.engines.torch.kv_cache import CacheShape, LayerShape
-from gcore.engines.torch.model import Model, unservable_model
+from gcore.engines.torch.model import TOLERANCES, Model, unservable_model
 from gcore.engines.torch.model_runner import TILE, UNCUT, DeterministicRunner, FastRunner, GenericRunner, ModelRunner
 from gcore.engines.torch.prefill import PrefillCache, PrefillChunk
 from gcore.errors import DataError
@@ -41,8 +41,6 @@ PIECE = 7
 COMPARED = 64
 """Number of tokens, spread over the vocabulary, whose log-probabilities are compared at each position."""
 
-ALLOWED = {torch.float32: 3e-4}
-ALLOWED_HALF = 0.25
 CONTINUED = 4
 
 ROWS = 8
@@ -184,7 +182,7 @@ def _prove(model: Model, lane: ModelRunner) -> None:
     error = max(_error(model, work) for work in done)
     if lane.name != "plain":
         model.use_own_attention()
-    if not error <= ALLOWED.get(model.shape.dtype, ALLOWED_HALF):
+    if not error <= TOLERANCES[model.shape.dtype]:
         raise RunnerUnproved(f"its log-probabilities differ by {error:.3g}")
 
 

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from gcore.engines.request import Top
+from gcore.engines.request import RequestSampling, Top
 from gcore.engines.torch.scheduler import BELOW_ONE, Doubles, Ints
 
 SMALL_VOCABULARY = 4096
@@ -107,6 +107,17 @@ class BatchSamplingParams:
             Truncation.groups(cut, top_p, top_k, min_p, device) if len(cut) else (),
         )
 
+    @classmethod
+    def of_requests(cls, requests: Sequence[RequestSampling], device: torch.device) -> BatchSamplingParams:
+        """Create from the requests of the rows."""
+        return cls.of(
+            np.array([one.temperature for one in requests]),
+            np.array([one.top_p for one in requests]),
+            np.array([one.top_k or 0 for one in requests], np.int64),
+            np.array([one.min_p for one in requests]),
+            device,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class SampledTokens:
@@ -124,6 +135,24 @@ class ForbiddenTokens:
 
     rows: torch.Tensor
     tokens: torch.Tensor
+
+    @classmethod
+    def of(cls, cells: Sequence[tuple[int, int]], device: torch.device) -> ForbiddenTokens | None:
+        """Create from pairs of row and token; None if there are none."""
+        return cls(*torch.tensor(cells, device=device).unbind(1)) if cells else None
+
+    @classmethod
+    def of_requests(
+        cls, requests: Sequence[RequestSampling], counts: Sequence[int], device: torch.device
+    ) -> ForbiddenTokens | None:
+        """Forbid the stop tokens of rows whose response has not reached its minimum length. `counts`: its tokens so far."""
+        cells = [
+            (row, token)
+            for row, (one, count) in enumerate(zip(requests, counts, strict=True))
+            if count < one.min_new_tokens
+            for token in one.stop_token_ids
+        ]
+        return cls.of(cells, device)
 
 
 def sample(

@@ -78,16 +78,11 @@ class SeededRows(LogitsProcessor):
     def draw(self, logits: torch.Tensor) -> SampledTokens:
         """Sample one token for each row of `logits` (row, vocabulary)."""
         rows = [self._rows[row] for row in range(logits.shape[0])]
+        asked = [row.sampling for row in rows]
         if self._params is None:
-            self._params = _batch_params([row.sampling for row in rows], logits.device)
+            self._params = BatchSamplingParams.of_requests(asked, logits.device)
         uniforms = torch.tensor([self._uniform(row) for row in rows], dtype=torch.float64, device=logits.device)
-        cells = [
-            (place, token)
-            for place, row in enumerate(rows)
-            if len(row.made) < row.sampling.min_new_tokens
-            for token in row.sampling.stop_token_ids
-        ]
-        forbidden = ForbiddenTokens(*torch.tensor(cells, device=logits.device).unbind(1)) if cells else None
+        forbidden = ForbiddenTokens.of_requests(asked, [len(row.made) for row in rows], logits.device)
         return sample(logits, uniforms, self._params, forbidden)
 
     def _uniform(self, row: _Row) -> float:
@@ -97,16 +92,6 @@ class SeededRows(LogitsProcessor):
         if place >= len(row.uniforms):
             row.uniforms = self._streams.draw(row.sampling.seed, max(FEWEST_DRAWN, 2 * place))
         return float(row.uniforms[place])
-
-
-def _batch_params(asked: list[RequestSampling], device: torch.device) -> BatchSamplingParams:
-    return BatchSamplingParams.of(
-        np.array([one.temperature for one in asked]),
-        np.array([one.top_p for one in asked]),
-        np.array([one.top_k or 0 for one in asked], np.int64),
-        np.array([one.min_p for one in asked]),
-        device,
-    )
 
 
 class SeededSampler(Sampler):
