@@ -350,7 +350,10 @@ def stage_weights(model: LoadedModel, folder: Path) -> StagedWeights:
         for file in () if adapts else files:
             with safe_open(file, framework="pt") as weights:
                 tensors.update({name: weights.get_tensor(name) for name in weights.keys()})  # noqa: SIM118
-        if tensors.keys() - own.keys():
+        if adapts and _missing(own, tensors):
+            # Layers without an adapter, such as fused experts, may have other names in the base's files.
+            tensors = {**_converted(model, model.folder), **tensors}
+        elif tensors.keys() - own.keys():
             tensors = dict(_converted(model, folder))
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise EngineError(
@@ -362,10 +365,14 @@ def stage_weights(model: LoadedModel, folder: Path) -> StagedWeights:
         raise EngineError(
             "the folder has no weights (*.safetensors)", where=str(folder), fix="Provide a complete model folder"
         )
-    # A checkpoint contains tied weights once.
-    written = {own[name].data_ptr() for name in tensors if name in own}
-    check_fit(own, tensors, folder, optional={name for name, one in own.items() if one.data_ptr() in written})
+    check_fit(own, tensors, folder, optional=own.keys() - set(_missing(own, tensors)))
     return StagedWeights(tensors)
+
+
+def _missing(own: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> list[str]:
+    """The names in `own` that `tensors` lacks. A checkpoint contains tied weights once."""
+    written = {own[name].data_ptr() for name in tensors if name in own}
+    return sorted(name for name in own.keys() - tensors.keys() if own[name].data_ptr() not in written)
 
 
 def _converted(model: LoadedModel, folder: Path) -> Mapping[str, torch.Tensor]:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from engine_core import LLAMA_LIKE, Plain, finish, make_core, prompt, save, task
+from engine_core import EXPERTS, LLAMA_LIKE, Plain, finish, make_core, prompt, save, task
 from engine_processes import engine_process
 from safetensors.torch import load_file, save_file
 
@@ -318,6 +318,18 @@ def test_an_adapter_is_added_to_a_base_whose_files_have_more_than_the_module(
     update(core, folders["one"], "0.1")
     asked = [task(1, prompt(3, 9), 8, temperature=0.0)]
     check(asked, finish(core, asked), [references["one"]])
+
+
+def test_an_adapter_is_added_to_a_base_whose_files_name_its_experts_one_by_one(tmp_path: Path) -> None:
+    base = save(transformers.Qwen3MoeConfig(**LLAMA_LIKE, **EXPERTS), tmp_path / "base")
+    folders = [write_adapter(base, tmp_path / f"{seed}", seed, targets=("q_proj", "v_proj")) for seed in (1, 2)]
+    core = make_core(base, weight_version="0.0")
+    served = []
+    for folder in (merge(base, folders[0]), *folders, folders[0]):
+        update(core, folder, "0.1")
+        served.append({name: one.clone() for name, one in core.model.module.state_dict().items()})
+    merged, alone, _, again = served
+    assert all(torch.equal(one, alone[name]) and torch.equal(one, again[name]) for name, one in merged.items())
 
 
 def test_an_adapter_of_the_output_layer_is_refused_before_an_engine_starts(base: Path, tmp_path: Path) -> None:
