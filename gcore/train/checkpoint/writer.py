@@ -352,6 +352,10 @@ class CheckpointWriter:
         lora = launch.spec.train.lora
         self._base = b""
         """Digests of the adapters' base model, once the first checkpoint is written."""
+        self._base_bytes = 0
+        """Size of the base model's weights, which the first checkpoint reads; taken while they are known to be there."""
+        if lora is not None and self._writes:
+            self._base_bytes = sum(path.stat().st_size for path in weight_files(launch.model_path))
         self._adapters = None if lora is None else adapter_config(policy.module, lora, launch.model_path)
         self._copies = [
             _Model("", HostSnapshot(policy, MODEL_FILE if lora is None else ADAPTER_FILE), launch.model_path)
@@ -420,9 +424,7 @@ class CheckpointWriter:
             (folder / MANIFEST_FILE).write_bytes(Manifest.model_validate(fields | {"files": files}).encode())
 
         total = sum(one.nbytes for _, copies in taken for one in copies)
-        if self._adapters is not None and not self._base:
-            total += sum(path.stat().st_size for path in weight_files(self._launch.model_path))
-        self.writer.begin(version, total, fill, insist=insist)
+        self.writer.begin(version, total if self._base else total + self._base_bytes, fill, insist=insist)
 
 
 @dataclass(frozen=True, slots=True)

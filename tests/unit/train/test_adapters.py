@@ -50,7 +50,7 @@ from gcore.models.publisher import NamedTensor
 from gcore.testing.models import make_tiny_model, rank_launch
 from gcore.train.backends.adapters import BaseReference, adapter_config, add_adapters, load_adapters
 from gcore.train.checkpoint.run_files import BackgroundWriter, RetryingWriter
-from gcore.train.checkpoint.writer import FolderPublisher, MergedModel
+from gcore.train.checkpoint.writer import CheckpointWriter, FolderPublisher, MergedModel, UpdateCounts
 from gcore.train.hf_models import load_module
 from gcore.train.rank.launch import RankLaunch
 from gcore.train.rank.main import _manifest
@@ -165,19 +165,22 @@ class Trained(Policy):
         return []
 
 
+def launch_of(model: Path, run: Path, publish: str = "merged", **rank: Any) -> RankLaunch:
+    """Rank 0 of a job with adapters of the model."""
+    spec = {
+        "name": "j",
+        "model": {"path": str(model)},
+        "data": {"path": "d"},
+        "flow": {"steps": 9},
+        "rollout": {"max_new_tokens": 4},
+        "train": {"lora": {"rank": LORA.rank, "alpha": LORA.alpha, "publish": publish}},
+    }
+    return rank_launch(spec, run, **rank)
+
+
 def staged(module: nn.Module, model: Path, run: Path, publish: str) -> Path:
     """The folder that a step writes for the engines."""
-    launch = rank_launch(
-        {
-            "name": "j",
-            "model": {"path": str(model)},
-            "data": {"path": "d"},
-            "flow": {"steps": 9},
-            "rollout": {"max_new_tokens": 4},
-            "train": {"lora": {"rank": LORA.rank, "alpha": LORA.alpha, "publish": publish}},
-        },
-        run,
-    )
+    launch = launch_of(model, run, publish)
     writer = BackgroundWriter(launch.run_path, launch.world)
     insisting = RetryingWriter(writer.hindered, 60.0)
     publisher = FolderPublisher(launch, Trained(module), writer, insisting, list)  # type: ignore[arg-type]
@@ -230,15 +233,32 @@ def resumed(model: Path, run: Path) -> RankLaunch:
     folder = checkpoint_folder(run, Version(0, 1))
     folder.parent.mkdir(parents=True)
     checkpoint(model, folder)
-    spec = {
-        "name": "j",
-        "model": {"path": str(model)},
-        "data": {"path": "d"},
-        "flow": {"steps": 9},
-        "rollout": {"max_new_tokens": 4},
-        "train": {"lora": {"rank": LORA.rank, "alpha": LORA.alpha}},
-    }
-    return rank_launch(spec, run, start={"step": 1, "checkpoint": "checkpoints/0-1"})
+    return launch_of(model, run, start={"step": 1, "checkpoint": "checkpoints/0-1"})
+
+
+def test_the_first_checkpoint_reads_the_base_with_progress_and_its_absence_costs_no_step(tmp_path: Path) -> None:
+    model = make_tiny_model(tmp_path / "model")
+    saver = CheckpointWriter(launch_of(model, tmp_path / "run"), Trained(adapted(model)))  # type: ignore[arg-type]
+    found = []
+    for step in (1, 2, 3):
+        if step == 1:
+            model.rename(tmp_path / "away")
+        elif step == 2:
+            (tmp_path / "away").rename(model)
+        saver.checkpoint(Version(0, step), UpdateCounts(step, 0), lambda: None)
+        assert saver.writer.wait(60)
+        found.append(saver.writer.writing)
+    away, first, next_ = found
+    assert away is not None
+    assert first is not None
+    assert next_ is not None
+    assert away.error
+    assert away.over
+    assert (first.error, next_.error) == ("", "")
+    assert (first.written, next_.written) == (first.total, next_.total)
+    assert first.total - next_.total == (model / "model.safetensors").stat().st_size
+    assert saver.writer.saved is not None
+    check_same_base(model, tmp_path / "run" / saver.writer.saved.file, "")
 
 
 def test_a_world_does_not_continue_adapters_on_another_base(tmp_path: Path) -> None:
