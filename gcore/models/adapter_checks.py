@@ -74,9 +74,10 @@ PLAIN_ADAPTER = {"peft_type": "LORA", "bias": "none", "use_dora": False, "use_rs
 
 MORE_THAN_PLAIN = (
     *("rank_pattern", "alpha_pattern", "modules_to_save", "lora_bias"),
-    *("alora_invocation_tokens", "layer_replication", "use_bdlora"),
+    *("alora_invocation_tokens", "layer_replication", "trainable_token_indices", "target_parameters"),
+    *("use_bdlora", "arrow_config", "kasa_config", "monteclora_config", "velora_config"),
 )
-"""Settings of PEFT that an adapter must not have."""
+"""Settings of PEFT that an adapter must not have: they change the base or the sum, or add tensors to A and B."""
 
 STARTS_THAT_KEEP_THE_BASE = ("gaussian", "eva", "orthogonal")
 """Values of PEFT's `init_lora_weights` that leave the base model as it is. Others, such as pissa, change it."""

@@ -259,7 +259,10 @@ def test_an_adapter_that_fits_its_model_is_accepted(tmp_path: Path, base: Path) 
         pytest.param({"use_dora": True}, "use_dora", id="dora"),
         pytest.param({"rank_pattern": {"q_proj": 4}}, "rank_pattern", id="several-ranks"),
         pytest.param({"peft_type": "IA3"}, "peft_type", id="another-kind"),
-        pytest.param({"lora_alpha": None}, "configuration", id="no-alpha"),
+        pytest.param({"kasa_config": {"beta": 1e-4}}, "kasa_config", id="kasa"),
+        pytest.param({"trainable_token_indices": [3]}, "trainable_token_indices", id="trained-tokens"),
+        pytest.param({"init_lora_weights": "pissa_niter_16"}, "init_lora_weights", id="pissa"),
+        pytest.param({"lora_alpha": None}, "lora_alpha should be a finite number", id="no-alpha"),
     ],
 )
 def test_an_adapter_that_cannot_be_served_is_refused(
