@@ -167,7 +167,10 @@ class _Submission:
         self.uid = job.uid
         if self._output is Output.TABLE:
             found = job_snapshot(job)
-            say(f"Job {found.name} ({found.uid}) is {found.state}; its run folder is {found.run_dir}.")
+            paused = (
+                f" `{program_name()} resume {found.name}` continues it." if job.state == pb.JOB_STATE_PAUSED else ""
+            )
+            say(f"Job {found.name} ({found.uid}) is {found.state}; its run folder is {found.run_dir}.{paused}")
             if self._home is not None:
                 show_page(self._home, found.uid)
         if self._follow:

@@ -360,15 +360,24 @@ class ViewState:
         return any(one.is_graded for one in self.evals)
 
     @property
+    def eval_before(self) -> EvalPoint | None:
+        """The evaluation before the first step; None without one (`eval.at_start: false`)."""
+        return self.evals[0] if self.evals and self.evals[0].step == 0 else None
+
+    @property
+    def eval_after(self) -> EvalPoint | None:
+        """The last evaluation after a step; None before it."""
+        return self.evals[-1] if self.evals and self.evals[-1].step > 0 else None
+
+    @property
     def accuracy_before(self) -> float | None:
-        """Accuracy of the first evaluation, 0 to 1; None before it."""
-        return self.evals[0].accuracy if self.evals else None
+        """Accuracy before the first step, 0 to 1; None if it is not known."""
+        return self.eval_before.accuracy if self.eval_before else None
 
     @property
     def accuracy_after(self) -> float | None:
-        """Accuracy of the last evaluation, if its step is later than that of the first."""
-        later = self.evals and self.evals[-1].step > self.evals[0].step
-        return self.evals[-1].accuracy if later else None
+        """Accuracy of the last evaluation after a step, 0 to 1; None before it."""
+        return self.eval_after.accuracy if self.eval_after else None
 
     @property
     def tokens_per_second(self) -> float | None:

@@ -30,6 +30,7 @@ from controllers.cli.view.state import (
     ENDED_STATES,
     AnswerPoint,
     BestPoint,
+    EvalPoint,
     JobSnapshot,
     SourceFigures,
     ViewState,
@@ -142,7 +143,7 @@ def summarize(state: ViewState, job: JobSnapshot, audit: AuditVerdict, wall_seco
     """Summarize an ended job. `state`: computed from its events; `job`: its last state from the API; `wall_seconds`:
     duration of the command."""
     groups = dict(audit.groups_by_node) or state.groups_by_node
-    later = state.accuracy_after is not None
+    before, after = state.eval_before, state.eval_after
     waits = usual_waits(state.points)
     rewards = [point.stats["reward"] for point in state.points if "reward" in point.stats]
     some = max(1, min(REWARD_STEPS, len(rewards) // 2))
@@ -156,8 +157,8 @@ def summarize(state: ViewState, job: JobSnapshot, audit: AuditVerdict, wall_seco
         rollbacks=state.rollbacks,
         eval_accuracy_before=state.accuracy_before,
         eval_accuracy_after=state.accuracy_after,
-        eval_reward_before=state.evals[0].mean_reward if state.is_graded else None,
-        eval_reward_after=state.evals[-1].mean_reward if state.is_graded and later else None,
+        eval_reward_before=before.mean_reward if before and state.is_graded else None,
+        eval_reward_after=after.mean_reward if after and state.is_graded else None,
         train_reward_first=round(fmean(rewards[:some]), 4) if rewards else None,
         train_reward_last=round(fmean(rewards[-some:]), 4) if rewards else None,
         train_reward_steps=some if rewards else 0,
@@ -173,13 +174,13 @@ def summarize(state: ViewState, job: JobSnapshot, audit: AuditVerdict, wall_seco
         checkpoint=job.checkpoint,
         best=job.best,
         sources={source.name: _source(state, source) for source in job.sources},
-        answers_before=state.evals[0].samples if state.evals else (),
-        answers_after=state.evals[-1].samples if later else (),
+        answers_before=before.samples if before else (),
+        answers_after=after.samples if after else (),
     )
 
 
 def _source(state: ViewState, source: SourceFigures) -> SourceSummary:
-    later = state.accuracy_after is not None
+    before, after = state.eval_before, state.eval_after
     return SourceSummary(
         trained=source.trained,
         filtered=source.filtered,
@@ -187,16 +188,16 @@ def _source(state: ViewState, source: SourceFigures) -> SourceSummary:
         mean_reward=source.mean_reward,
         mean_length=source.mean_length,
         truncated=source.truncated,
-        eval_accuracy_before=state.evals[0].by_source.get(source.name) if state.evals else None,
-        eval_accuracy_after=state.evals[-1].by_source.get(source.name) if later else None,
-        eval_before=_metrics(state, 0, source.name),
-        eval_after=_metrics(state, -1, source.name) if later else {},
+        eval_accuracy_before=before.by_source.get(source.name) if before else None,
+        eval_accuracy_after=after.by_source.get(source.name) if after else None,
+        eval_before=_metrics(before, source.name),
+        eval_after=_metrics(after, source.name),
         eval_unscored=source.eval_unscored,
     )
 
 
-def _metrics(state: ViewState, place: int, name: str) -> dict[str, float]:
-    found = state.evals[place].sets.get(name) if state.evals else None
+def _metrics(point: EvalPoint | None, name: str) -> dict[str, float]:
+    found = point.sets.get(name) if point else None
     return dict(sorted(found.metrics.items())) if found is not None else {}
 
 

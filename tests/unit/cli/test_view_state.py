@@ -178,6 +178,11 @@ def test_accuracy_before_and_after_are_those_of_the_first_and_the_last_evaluatio
     assert (state.accuracy_before, state.accuracy_after) == (0.4, 0.9)
 
 
+def test_the_only_evaluation_of_a_job_that_had_none_at_its_start_is_the_one_after_it():
+    state = ViewState().apply(JobEvent(1, 1.0, "eval", data={"step": 9, "accuracy": 0.9}))
+    assert (state.accuracy_before, state.accuracy_after) == (None, 0.9)
+
+
 def test_the_speed_is_all_tokens_over_all_seconds():
     stats = [{"tokens": 100, "seconds": 1.0}, {"tokens": 100, "seconds": 3.0}, {"tokens": 7}]
     state = fold(JobEvent(n, 0.0, "step", data={"step": n, "stats": s}) for n, s in enumerate(stats, 1))
