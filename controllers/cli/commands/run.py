@@ -787,12 +787,10 @@ def _show_summary(summary: Summary, spec: JobSpec, home: Path | None, address: s
     """
     from controllers.cli.view.summary import longer_command, next_commands, summary_table
 
-    options = ["--address", address] if address is not None else []
-    if home is not None and home != DEFAULT_HOME:
-        options = ["--home", str(home)]
-    page = page_address(home, summary.uid) if home is not None else ""
+    options = [] if address is None else ["--address", address]
+    options = options if home in (None, DEFAULT_HOME) else ["--home", str(home)]
     typer.echo()
-    display(summary_table(summary, page))
+    display(summary_table(summary, page_address(home, summary.uid) if home is not None else ""))
     typer.echo("\nNext:")
     list_commands(next_commands(summary, _again(), longer_command(sys.argv[1:], spec), options))
 
