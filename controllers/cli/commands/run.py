@@ -167,9 +167,7 @@ class _Submission:
         self.uid = job.uid
         if self._output is Output.TABLE:
             found = job_snapshot(job)
-            paused = (
-                f" `{program_name()} resume {found.name}` continues it." if job.state == pb.JOB_STATE_PAUSED else ""
-            )
+            paused = f" `{program_name()} resume {found.name}` continues it." if found.state == "PAUSED" else ""
             say(f"Job {found.name} ({found.uid}) is {found.state}; its run folder is {found.run_dir}.{paused}")
             if self._home is not None:
                 show_page(self._home, found.uid)

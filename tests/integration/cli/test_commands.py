@@ -202,6 +202,13 @@ async def test_submit_prints_the_job_and_repeats_the_request_id(server, script, 
     assert script.requests[0].request_id == "nightly"
 
 
+async def test_submit_of_a_paused_job_says_how_it_continues(server, script, folder):
+    script.job.state = pb.JOB_STATE_PAUSED
+    done = await gcore("submit", "spec.yaml", "--address", server.address, cwd=folder)
+    assert done.code == 0
+    assert f"resume {script.job.name}` continues it" in " ".join(done.out.split())
+
+
 @pytest.mark.parametrize("verb", ["submit", "run"])
 async def test_code_that_comes_with_a_model_is_warned_of_at_once(server, script, folder, verb):
     script.play(finished())
