@@ -32,9 +32,7 @@ class Limits:
     small: int = 80
     """A module below this with one importer belongs into that importer."""
     entries: int = 15
-    entries_of: dict[str, int] = field(
-        default_factory=lambda: {"controllers": 17, "gcore": 24, "gcore/engines/torch": 16}
-    )
+    entries_of: dict[str, int] = field(default_factory=lambda: {"controllers": 17, "gcore": 24})
     modules_of: dict[str, int] = field(default_factory=lambda: {"controllers": 110, "placement": 27, "gcore": 219})
 
 

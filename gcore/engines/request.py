@@ -112,7 +112,7 @@ class GenerationRequest:
     streams: bool = False
     """Whether every token is delivered as soon as it is sampled."""
     adapter: int = 0
-    """Number of the adapter (`gcore.engines.torch.row_adapters`); 0: the policy."""
+    """Number of the adapter (`gcore.models.row_adapters`); 0: the policy."""
     key: bytes = field(default=b"", repr=False, compare=False)
     """`prompt_key` of the prompt, the same for all samples of one prompt. Bytes cache their hash; tuples do not."""
 

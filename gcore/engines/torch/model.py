@@ -29,11 +29,11 @@ from gcore.engines.launch import EngineLaunch
 from gcore.engines.torch.attention import NAME, EngineAttention
 from gcore.engines.torch.fast_path import FastDecodeStep, patch_norms
 from gcore.engines.torch.kv_cache import CacheShape
-from gcore.engines.torch.row_adapters import AdapterMatrices, RowAdapters
 from gcore.errors import DataError, EngineError, UsageError, one_line
 from gcore.models.adapters import adapted_tensors, check_fit
 from gcore.models.checks import check_code, require_config
 from gcore.models.layout import ADAPTER_FILE
+from gcore.models.row_adapters import AdapterMatrices, RowAdapters
 from gcore.system.memory import host_memory, is_out_of_memory, release_free_memory
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
