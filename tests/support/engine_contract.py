@@ -34,6 +34,8 @@ OF_SGLANG = pytest.param("sglang", marks=pytest.mark.sglang)
 TORCH_ONLY = pytest.mark.parametrize("serving", ["torch"], indirect=True)
 SLEEPERS = pytest.mark.parametrize("serving", ["torch", "hf", OF_SGLANG], indirect=True)
 """The engines that do not refuse to sleep on a CPU."""
+HELD = pytest.mark.parametrize("serving", ["torch", "hf"], indirect=True)
+"""The engines whose weights gcore itself holds: it shows them by name, and releases them on a CPU."""
 FRONT_END = pytest.mark.parametrize("serving", ["torch", "hf", OF_VLLM], indirect=True)
 """The engines behind gcore's own HTTP front end."""
 

@@ -13,6 +13,8 @@ from engine_contract import (
     ENDLESS,
     FIRST,
     FRONT_END,
+    HELD,
+    OF_VLLM,
     SLEEPERS,
     SLOTS,
     Serving,
@@ -346,7 +348,7 @@ async def test_memory_is_released_and_resumed(http: httpx.AsyncClient, serving: 
     assert error_of(serving.weights[0], [5, 6], await waiting) < serving.tolerance
 
 
-@FRONT_END  # a CPU has no memory to release in SGLang
+@HELD
 async def test_released_weights_are_not_shown_as_if_they_were_empty(http: httpx.AsyncClient) -> None:
     await post(http, "/release_memory_occupation", tags=["weights"])
     response = await http.post("/get_weights_by_name", json={"name": "model.norm.weight"})
@@ -403,7 +405,18 @@ async def test_it_tells_how_it_is(http: httpx.AsyncClient, client: EngineClient,
     assert (info.running, info.waiting) == (0, 0)
 
 
-@FRONT_END  # SGLang has it for some architectures only, and not for this one
+@pytest.mark.parametrize("serving", [OF_VLLM], indirect=True)
+async def test_vllm_refuses_on_a_cpu_what_it_declares_absent_and_continues_to_serve(http: httpx.AsyncClient) -> None:
+    released = await http.post("/release_memory_occupation", json={"tags": ["weights"]})
+    shown = await http.post("/get_weights_by_name", json={"name": "model.embed_tokens.weight"})
+    assert "vLLM cannot release its memory on a CPU" in released.json()["error"]["message"]
+    assert "this engine does not show its weights" in shown.json()["error"]["message"]
+    assert (released.status_code, shown.status_code) == (400, 400)
+    answer = await generate(http, input_ids=[5], sampling_params={"max_new_tokens": 2})
+    assert len(answer["output_ids"]) == 2
+
+
+@HELD  # SGLang has it for some architectures only, and not for this one
 async def test_a_tensor_is_shown_by_name(http: httpx.AsyncClient) -> None:
     body = {"name": "model.embed_tokens.weight", "truncate_size": 2}
     rows = await post(http, "/get_weights_by_name", **body)

@@ -209,8 +209,9 @@ async def test_a_broadcast_that_does_not_fit_is_received_and_refused_and_the_old
     name = "model.embed_tokens.weight"
     async with joined(changing, trainer):
         await post(changing, "/begin_weight_update")
-        for wrong in ({"names": ["model.nothing"]}, {"shapes": [[32, 49]]}):
-            body = trainer.body([name], weight_version="9.9") | wrong
+        fits = trainer.body([name], weight_version="9.9")
+        for wrong in ({"names": ["model.nothing"]}, {"shapes": [fits["shapes"][0][::-1]]}):
+            body = fits | wrong
             asked = asyncio.create_task(changing.post("/update_weights_from_distributed", json=body))
             trainer.send([name])
             # Whoever sends does not hang.
