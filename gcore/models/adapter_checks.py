@@ -23,6 +23,12 @@ def check_adapter(folder: Path, base: Path) -> None:
     """
     config = require_adapter_config(folder)
     shapes = {name: shape for path in weight_files(base) for name, shape in matrix_shapes(path)}
+    if not (folder / ADAPTER_FILE).exists():
+        raise DataError(
+            f"the folder has no weights of an adapter ({ADAPTER_FILE})",
+            where=str(folder),
+            fix="Name the folder of a PEFT adapter",
+        )
     check_weight_file(folder / ADAPTER_FILE)
     matrices = dict(matrix_shapes(folder / ADAPTER_FILE))
     check_pairs(matrices, config["r"], folder)
@@ -128,8 +134,11 @@ def check_same_base(folder: Path, adapter: Path, fix: str, tick: Callable[[int],
         raise DataError(
             "the file does not list the files of a base model", where=str(listed), fix="Restore the adapter"
         ) from error
-    with explain_os_errors("cannot read a file of the adapter's base model", DataError, where=folder, fix=fix):
+    try:
         found = hash_files([folder / name for name in names], tick)
+    except OSError as error:
+        what = f"cannot read a file of the adapter's base model ({error.strerror})"
+        raise DataError(what, where=error.filename, fix=fix) from error
     wrong = [path for path, digest in found.items() if names[path.name] != digest]
     # Weights beside the listed ones may be those that transformers loads.
     wrong += [path for path in weight_files(folder) if path not in found]

@@ -241,7 +241,7 @@ def hash_files(paths: Collection[Path], tick: Callable[[int], None] = lambda _: 
     """Return the SHA-256 of each file, 64 hex digits. Reads several files at once.
 
     `tick`: called in this thread with the number of bytes read since the last call; what it raises ends the reading.
-    Raises OSError.
+    Raises OSError with the file's name.
     """
     lock, ended = threading.Lock(), threading.Event()
     unreported = 0
@@ -249,11 +249,14 @@ def hash_files(paths: Collection[Path], tick: Callable[[int], None] = lambda _: 
     def hashed(path: Path) -> str:
         nonlocal unreported
         digest = hashlib.sha256()
-        with path.open("rb") as file:
-            while not ended.is_set() and (block := file.read(READ_BYTES)):
-                digest.update(block)
-                with lock:
-                    unreported += len(block)
+        try:
+            with path.open("rb") as file:
+                while not ended.is_set() and (block := file.read(READ_BYTES)):
+                    digest.update(block)
+                    with lock:
+                        unreported += len(block)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(path)) from error  # an error of reading names no file
         return digest.hexdigest()
 
     with ThreadPoolExecutor(HASHED_AT_ONCE, "hash") as pool:
@@ -298,8 +301,10 @@ def verify_checkpoint(folder: Path, tick: Callable[[int], None] = lambda _: None
             size = path.stat().st_size
         if size != entry.size:
             raise CheckpointDamaged(f"the file has {size} bytes, not {entry.size}", where=str(path))
-    with explain_os_errors("cannot read a file", CheckpointDamaged, where=folder):
+    try:
         found = hash_files(expected, tick)
+    except OSError as error:
+        raise CheckpointDamaged(f"cannot read the file ({error.strerror})", where=error.filename) from error
     for path, entry in expected.items():
         if found[path] != entry.sha256:
             raise CheckpointDamaged("the file's content differs from what was saved", where=str(path))
