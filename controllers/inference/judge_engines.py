@@ -248,7 +248,7 @@ class JudgePool(EnginePool):
         super().look_after()
         if self.beside_policy:
             # The policy's pool decides whether its engines hang. Here, questions may only have waited behind rollouts.
-            self.forgive_hung()
+            self.reset_hung()
         for instance, view in self.views.items():
             if instance in self._shut:
                 continue

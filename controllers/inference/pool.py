@@ -290,7 +290,7 @@ class EnginePool(Requests):
         if self.rows is not None:
             self.rebalance(self.rows)
 
-    def forgive_hung(self) -> None:
+    def reset_hung(self) -> None:
         """Forget what was observed of engines that count as hung, so that they are used again once their weights are
         known."""
         now = self._clock.monotonic()

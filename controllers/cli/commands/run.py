@@ -785,8 +785,9 @@ def _show_summary(summary: Summary, spec: JobSpec, home: Path | None, address: s
     """
     from controllers.cli.view.summary import longer_command, next_commands, summary_table
 
-    options = [] if address is None else ["--address", address]
-    options = options if home in (None, DEFAULT_HOME) else ["--home", str(home)]
+    options = ["--address", address] if address is not None else []
+    if home is not None and home != DEFAULT_HOME:
+        options = ["--home", str(home)]
     typer.echo()
     display(summary_table(summary, page_address(home, summary.uid) if home is not None else ""))
     typer.echo("\nNext:")

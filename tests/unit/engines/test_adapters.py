@@ -34,6 +34,13 @@ from gcore.types import Version
 
 TARGETS = ("q_proj", "v_proj", "down_proj")
 SEVERAL = ("x", "y")
+SMALL: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "eos_token_id": None,
+    "bos_token_id": None,
+}
 
 
 def write_adapter(base: Path, folder: Path, seed: int, rank: int = 2, targets: tuple[str, ...] = TARGETS) -> Path:
@@ -125,15 +132,7 @@ def test_rows_of_several_adapters_equal_merged_models(
 
 
 def test_adapters_work_with_the_generic_runner(tmp_path: Path) -> None:
-    config = transformers.MambaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        num_hidden_layers=2,
-        state_size=4,
-        eos_token_id=None,
-        bos_token_id=None,
-        pad_token_id=0,
-    )
+    config = transformers.MambaConfig(**SMALL, state_size=4, pad_token_id=0)
     base = save(config, tmp_path / "base")
     folders = {
         name: write_adapter(base, tmp_path / name, seed, targets=("in_proj",)) for seed, name in enumerate(SEVERAL)
@@ -146,15 +145,7 @@ def test_adapters_work_with_the_generic_runner(tmp_path: Path) -> None:
 
 def test_adapters_work_in_layers_that_get_the_tokens_of_all_rows_in_one_dimension(tmp_path: Path) -> None:
     config = transformers.OPTConfig(
-        vocab_size=64,
-        hidden_size=32,
-        num_hidden_layers=2,
-        ffn_dim=48,
-        num_attention_heads=4,
-        max_position_embeddings=128,
-        word_embed_proj_dim=32,
-        eos_token_id=None,
-        bos_token_id=None,
+        **SMALL, ffn_dim=48, num_attention_heads=4, max_position_embeddings=128, word_embed_proj_dim=32
     )
     base = save(config, tmp_path / "base")
     folders = {
