@@ -96,6 +96,46 @@ class Outcome:
     reason: str = ""
 
 
+MediumKind = Literal["picture", "trajectory", "embeds", "decoded"]
+"""What a blob contains: a picture as a file, latents of a diffusion trajectory, embeddings of a prompt, or a picture
+that the policy generated."""
+
+
+class Medium(NamedTuple):
+    """A picture or another large array that belongs to a prompt or a sample. Its bytes are in blob stores
+    (`gcore.media`); everything else refers to it by this value.
+    """
+
+    kind: MediumKind
+    sha256: str
+    """SHA-256 of the blob's bytes: 64 hex digits."""
+    size: int
+    """Size of the blob in bytes."""
+    shape: tuple[int, ...]
+    """Shape of the decoded array. Of a picture: height, width, 3."""
+    dtype: str
+    """Data type of the decoded array in numpy's notation, such as uint8."""
+
+
+_MEDIA_TAG = b"\xff\xff\xff\xffmedia"
+"""Begins the media in a digest. What precedes it, such as observed ranges, cannot contain it: they are not negative."""
+
+
+def media_bytes(media: Sequence[Medium]) -> bytes:
+    """Encode media for a digest: empty without media, else a tag, their number, and each as length-prefixed kind,
+    SHA-256, size, length-prefixed shape and length-prefixed dtype; integers are little-endian.
+    """
+    if not media:
+        return b""
+    parts = [_MEDIA_TAG, struct.pack("<I", len(media))]
+    for one in media:
+        kind, dtype = one.kind.encode(), one.dtype.encode()
+        parts.append(struct.pack(f"<I{len(kind)}s32sQ", len(kind), kind, bytes.fromhex(one.sha256), one.size))
+        parts.append(struct.pack(f"<I{len(one.shape)}Q", len(one.shape), *one.shape))
+        parts.append(struct.pack(f"<I{len(dtype)}s", len(dtype), dtype))
+    return b"".join(parts)
+
+
 class TextPart(NamedTuple):
     """A text part of a prompt."""
 
@@ -120,6 +160,8 @@ class Prompt:
     fields: dict[str, Any]
     source: str
     """Name of the source (dataset) that contains the entry."""
+    media: tuple[Medium, ...]
+    """The prompt's pictures, in the order of their placeholders in `token_ids`."""
 
     __match_args__ = ("ref", "text", "token_ids", "fields", "source")
 
@@ -132,6 +174,7 @@ class Prompt:
         source: str = "",
         *,
         content: tuple[ContentPart, ...] | None = None,
+        media: tuple[Medium, ...] = (),
     ) -> None:
         """Create a prompt. `text` may be given instead of `content`, and becomes the only part. Raises TypeError."""
         if text is not None:
@@ -143,6 +186,7 @@ class Prompt:
         _set(self, "token_ids", token_ids)
         _set(self, "fields", fields)
         _set(self, "source", source)
+        _set(self, "media", media)
 
     @property
     def text(self) -> str:
@@ -210,6 +254,9 @@ class TokenOutput(NamedTuple):
     Ascending, not touching, not empty. Their `logprobs` are 0. `spans` cover them too."""
     observed_text: tuple[Range, ...] = ()
     """The same ranges in `text`, in characters, for display and rewards."""
+    media: tuple[Medium, ...] = ()
+    """Pictures of the response, as from a tool, in the order of their placeholders in `token_ids`; or the arrays of a
+    diffusion sample."""
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -262,7 +309,8 @@ class Sample:
         else:
             given = (token_ids, logprobs, text, spans, observed, observed_text)
             if given != _NO_FIELDS:
-                output = TokenOutput._make(old if new is None else new for old, new in zip(output, given, strict=True))
+                pairs = zip(output, (*given, None), strict=True)
+                output = TokenOutput._make(old if new is None else new for old, new in pairs)
         if finish_reason is None:
             raise TypeError("a Sample needs finish_reason")
         _set(self, "output", output)
@@ -303,6 +351,11 @@ class Sample:
         return self.output.observed_text
 
     @property
+    def media(self) -> tuple[Medium, ...]:
+        """Media of the output."""
+        return self.output.media
+
+    @property
     def own_tokens(self) -> int:
         """Number of tokens that the policy generated, without observed ones. This is what gcore calls response length."""
         return len(self.token_ids) - sum(end - start for start, end in self.observed)
@@ -313,12 +366,13 @@ class Sample:
         return min(span.version for span in self.spans)
 
     def digest(self) -> bytes:
-        """SHA-256 over what training uses of the sample, little-endian: token IDs, log-probabilities, reward, mask, and
-        observed ranges if there are any."""
+        """SHA-256 over what training uses of the sample, little-endian: token IDs, log-probabilities, reward, mask,
+        observed ranges if there are any, and media if there are any (`media_bytes`)."""
         h = hashlib.sha256()
         n = len(self.token_ids)
         h.update(struct.pack(f"<I{n}i{n}ff?", n, *self.token_ids, *self.logprobs, self.reward, self.masked))
         h.update(struct.pack(f"<{2 * len(self.observed)}i", *(edge for range_ in self.observed for edge in range_)))
+        h.update(media_bytes(self.media))
         return h.digest()
 
 
@@ -335,6 +389,8 @@ class Group:
     """Sampling temperature. The trainer divides its logits by it."""
     baseline: float | None = None
     """Baseline for the samples' rewards, if the flow computed one, such as the greedy response's reward; float32."""
+    media: tuple[Medium, ...] = ()
+    """The prompt's pictures, in the order of their placeholders in `prompt_ids`."""
 
     @property
     def versions(self) -> tuple[Version, ...]:
@@ -342,9 +398,15 @@ class Group:
         return tuple(sorted({span.version for s in self.samples for span in s.spans}))
 
     def digest(self) -> str:
-        """Digest of the content: 32 hex digits of SHA-256 over ref, temperature, prompt tokens, baseline, and samples."""
+        """Digest of the content: 32 hex digits of SHA-256 over ref, temperature, prompt tokens, baseline, the prompt's
+        media if there are any, and samples."""
         samples = [sample.digest() for sample in self.samples]
-        return group_digest(self.ref, self.prompt_ids, samples, self.temperature, self.baseline)
+        return group_digest(self.ref, self.prompt_ids, samples, self.temperature, self.baseline, self.media)
+
+    @property
+    def all_media(self) -> tuple[Medium, ...]:
+        """The media of the prompt and of all samples."""
+        return (*self.media, *(medium for sample in self.samples for medium in sample.media))
 
 
 def group_digest(
@@ -353,11 +415,13 @@ def group_digest(
     sample_digests: list[bytes],
     temperature: float = 1.0,
     baseline: float | None = None,
+    media: Sequence[Medium] = (),
 ) -> str:
     """Compute `Group.digest` from the samples' digests, so that a rank that has only some of the samples can verify it."""
     h = hashlib.sha256()
     h.update(struct.pack(f"<3qfI{len(prompt_ids)}i", *ref, temperature, len(prompt_ids), *prompt_ids))
     h.update(b"" if baseline is None else struct.pack("<cf", b"b", baseline))
+    h.update(media_bytes(media))
     for digest in sample_digests:
         h.update(digest)
     return h.hexdigest()[:32]

@@ -464,4 +464,4 @@ def make_demonstration(prompt: Prompt, opened: PromptSource, version: Version, m
         return Outcome("failed", f"the answer has {len(tokens)} tokens, more than max_new_tokens ({max_new_tokens})")
     spans = (VersionSpan(version, 0, len(tokens)),)
     sample = Sample(tokens, (0.0,) * len(tokens), text, "stop", spans)
-    return Group(prompt.ref, prompt.token_ids, (sample,), prompt.source)
+    return Group(prompt.ref, prompt.token_ids, (sample,), prompt.source, media=prompt.media)

@@ -165,4 +165,4 @@ def make_scored_group(
         )
         scored.append(treat_truncated(long, rollout.truncated, rollout.truncated_penalty))
     prompt_ids, behind = align_prompts(prompt.token_ids, scored)
-    return Group(prompt.ref, prompt_ids, behind, prompt.source, sampling.temperature)
+    return Group(prompt.ref, prompt_ids, behind, prompt.source, sampling.temperature, media=prompt.media)

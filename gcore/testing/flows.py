@@ -133,7 +133,7 @@ class FakePeer:
         sample = sample_of(text, self.version, longest)
         if sample.finish_reason == "length":
             return Outcome("failed", f"the answer has {len(text) + 1} tokens, more than max_new_tokens ({longest})")
-        return Group(prompt.ref, prompt.token_ids, (sample,), prompt.source)
+        return Group(prompt.ref, prompt.token_ids, (sample,), prompt.source, media=prompt.media)
 
     async def score(self, prompt: Prompt, samples: tuple[Sample, ...]) -> Group | Outcome:
         """Score with the spec's reward, and handle truncated samples. Raises RewardError."""

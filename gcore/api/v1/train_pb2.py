@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18gcore/api/v1/train.proto\x12\x0cgcore.api.v1\":\n\x07WorldId\x12\x0f\n\x07job_uid\x18\x01 \x01(\t\x12\r\n\x05world\x18\x02 \x01(\t\x12\x0f\n\x07lineage\x18\x03 \x01(\x03\";\n\tStepToken\x12\x0f\n\x07lineage\x18\x01 \x01(\x03\x12\x0c\n\x04step\x18\x02 \x01(\x03\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\x03\";\n\tPromptRef\x12\x12\n\ndata_epoch\x18\x01 \x01(\x03\x12\r\n\x05shard\x18\x02 \x01(\x03\x12\x0b\n\x03seq\x18\x03 \x01(\x03\"\xb6\x01\n\nFeedHeader\x12\x16\n\x0eschema_version\x18\x01 \x01(\r\x12$\n\x05world\x18\x02 \x01(\x0b\x32\x15.gcore.api.v1.WorldId\x12&\n\x05token\x18\x03 \x01(\x0b\x32\x17.gcore.api.v1.StepToken\x12\x0e\n\x06sender\x18\x04 \x01(\t\x12\x13\n\x0btotal_bytes\x18\x05 \x01(\x04\x12\x0e\n\x06sha256\x18\x06 \x01(\x0c\x12\r\n\x05share\x18\x07 \x01(\r\"C\n\tFeedChunk\x12(\n\x06header\x18\x01 \x01(\x0b\x32\x18.gcore.api.v1.FeedHeader\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\"6\n\x0b\x46\x65\x65\x64Payload\x12\'\n\x06groups\x18\x01 \x03(\x0b\x32\x17.gcore.api.v1.GroupPart\"\xd1\x01\n\tGroupPart\x12$\n\x03ref\x18\x01 \x01(\x0b\x32\x17.gcore.api.v1.PromptRef\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\x12\x12\n\nprompt_ids\x18\x03 \x01(\x0c\x12\x16\n\x0esample_digests\x18\x04 \x03(\x0c\x12)\n\x07samples\x18\x05 \x03(\x0b\x32\x18.gcore.api.v1.SamplePart\x12\x13\n\x0btemperature\x18\x06 \x01(\x02\x12\x15\n\x08\x62\x61seline\x18\x07 \x01(\x02H\x00\x88\x01\x01\x42\x0b\n\t_baseline\"\x89\x01\n\nSamplePart\x12\r\n\x05index\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x01(\x0c\x12\x10\n\x08logprobs\x18\x03 \x01(\x0c\x12\x0e\n\x06reward\x18\x04 \x01(\x02\x12\x15\n\rfinish_reason\x18\x05 \x01(\t\x12\x0e\n\x06masked\x18\x06 \x01(\x08\x12\x10\n\x08observed\x18\x07 \x01(\x0c\"2\n\tFeedReply\x12%\n\x04held\x18\x01 \x03(\x0b\x32\x17.gcore.api.v1.HeldGroup\",\n\tHeldGroup\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\x12\x0f\n\x07samples\x18\x02 \x03(\r\"\x82\x01\n\x0c\x41pplyRequest\x12\x16\n\x0eschema_version\x18\x01 \x01(\r\x12$\n\x05world\x18\x02 \x01(\x0b\x32\x15.gcore.api.v1.WorldId\x12&\n\x05token\x18\x03 \x01(\x0b\x32\x17.gcore.api.v1.StepToken\x12\x0c\n\x04seal\x18\x04 \x01(\x0c\"\x0c\n\nApplyReply\"R\n\x0eReleaseRequest\x12$\n\x05world\x18\x01 \x01(\x0b\x32\x15.gcore.api.v1.WorldId\x12\x0c\n\x04step\x18\x02 \x01(\x03\x12\x0c\n\x04what\x18\x03 \x03(\t\"6\n\x0eRestoreRequest\x12$\n\x05world\x18\x01 \x01(\x0b\x32\x15.gcore.api.v1.WorldId\"\x1d\n\tRestReply\x12\x10\n\x08released\x18\x01 \x03(\t\"4\n\x0cWatchRequest\x12$\n\x05world\x18\x01 \x01(\x0b\x32\x15.gcore.api.v1.WorldId\"\x98\x05\n\tRankState\x12\x16\n\x0eschema_version\x18\x01 \x01(\r\x12$\n\x05world\x18\x02 \x01(\x0b\x32\x15.gcore.api.v1.WorldId\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x12\n\nworld_size\x18\x04 \x01(\r\x12(\n\x07holding\x18\x05 \x01(\x0b\x32\x17.gcore.api.v1.StepToken\x12%\n\x04held\x18\x06 \x03(\x0b\x32\x17.gcore.api.v1.HeldGroup\x12(\n\x07\x61pplied\x18\x07 \x01(\x0b\x32\x17.gcore.api.v1.StepToken\x12(\n\x06report\x18\x08 \x01(\x0b\x32\x18.gcore.api.v1.StepReport\x12\r\n\x05phase\x18\t \x01(\t\x12\x10\n\x08progress\x18\n \x01(\x04\x12\r\n\x05\x65rror\x18\x0b \x01(\t\x12,\n\x05saved\x18\x0c \x01(\x0b\x32\x1d.gcore.api.v1.SavedCheckpoint\x12.\n\x07writing\x18\r \x01(\x0b\x32\x1d.gcore.api.v1.CheckpointWrite\x12*\n\tstreaming\x18\x0f \x01(\x0b\x32\x17.gcore.api.v1.StepToken\x12\r\n\x05\x62\x65gun\x18\x10 \x01(\r\x12\x14\n\x0c\x62\x65gun_sha256\x18\x11 \x01(\x0c\x12\x0f\n\x07trouble\x18\x0e \x01(\t\x12\x10\n\x08released\x18\x12 \x03(\t\x12\r\n\x05\x63lock\x18\x13 \x01(\x01\x12@\n\rphase_seconds\x18\x14 \x03(\x0b\x32).gcore.api.v1.RankState.PhaseSecondsEntry\x1a\x33\n\x11PhaseSecondsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"N\n\x0fSavedCheckpoint\x12\x0f\n\x07lineage\x18\x01 \x01(\x03\x12\x0c\n\x04step\x18\x02 \x01(\x03\x12\x0c\n\x04\x66ile\x18\x03 \x01(\t\x12\x0e\n\x06sha256\x18\x04 \x01(\t\"m\n\x0f\x43heckpointWrite\x12\x0f\n\x07lineage\x18\x01 \x01(\x03\x12\x0c\n\x04step\x18\x02 \x01(\x03\x12\r\n\x05total\x18\x03 \x01(\x04\x12\x0f\n\x07written\x18\x04 \x01(\x04\x12\r\n\x05\x65rror\x18\x05 \x01(\t\x12\x0c\n\x04over\x18\x06 \x01(\x08\"\xd6\x01\n\nStepReport\x12\x16\n\x0e\x63ontent_sha256\x18\x01 \x01(\x0c\x12\x36\n\x07metrics\x18\x02 \x03(\x0b\x32%.gcore.api.v1.StepReport.MetricsEntry\x12\x14\n\x0cweights_file\x18\x03 \x01(\t\x12\x17\n\x0f\x63heckpoint_file\x18\x04 \x01(\t\x12\x19\n\x11\x63heckpoint_sha256\x18\x05 \x01(\t\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x32\x8e\x03\n\tTrainRank\x12:\n\x04\x46\x65\x65\x64\x12\x17.gcore.api.v1.FeedChunk\x1a\x17.gcore.api.v1.FeedReply(\x01\x12=\n\x05\x41pply\x12\x1a.gcore.api.v1.ApplyRequest\x1a\x18.gcore.api.v1.ApplyReply\x12\x42\n\nAccumulate\x12\x1a.gcore.api.v1.ApplyRequest\x1a\x18.gcore.api.v1.ApplyReply\x12@\n\x07Release\x12\x1c.gcore.api.v1.ReleaseRequest\x1a\x17.gcore.api.v1.RestReply\x12@\n\x07Restore\x12\x1c.gcore.api.v1.RestoreRequest\x1a\x17.gcore.api.v1.RestReply\x12>\n\x05Watch\x12\x1a.gcore.api.v1.WatchRequest\x1a\x17.gcore.api.v1.RankState0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18gcore/api/v1/train.proto\x12\x0cgcore.api.v1\":\n\x07WorldId\x12\x0f\n\x07job_uid\x18\x01 \x01(\t\x12\r\n\x05world\x18\x02 \x01(\t\x12\x0f\n\x07lineage\x18\x03 \x01(\x03\";\n\tStepToken\x12\x0f\n\x07lineage\x18\x01 \x01(\x03\x12\x0c\n\x04step\x18\x02 \x01(\x03\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\x03\";\n\tPromptRef\x12\x12\n\ndata_epoch\x18\x01 \x01(\x03\x12\r\n\x05shard\x18\x02 \x01(\x03\x12\x0b\n\x03seq\x18\x03 \x01(\x03\"\xb6\x01\n\nFeedHeader\x12\x16\n\x0eschema_version\x18\x01 \x01(\r\x12$\n\x05world\x18\x02 \x01(\x0b\x32\x15.gcore.api.v1.WorldId\x12&\n\x05token\x18\x03 \x01(\x0b\x32\x17.gcore.api.v1.StepToken\x12\x0e\n\x06sender\x18\x04 \x01(\t\x12\x13\n\x0btotal_bytes\x18\x05 \x01(\x04\x12\x0e\n\x06sha256\x18\x06 \x01(\x0c\x12\r\n\x05share\x18\x07 \x01(\r\"C\n\tFeedChunk\x12(\n\x06header\x18\x01 \x01(\x0b\x32\x18.gcore.api.v1.FeedHeader\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\"6\n\x0b\x46\x65\x65\x64Payload\x12\'\n\x06groups\x18\x01 \x03(\x0b\x32\x17.gcore.api.v1.GroupPart\"\x87\x02\n\tGroupPart\x12$\n\x03ref\x18\x01 \x01(\x0b\x32\x17.gcore.api.v1.PromptRef\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\x12\x12\n\nprompt_ids\x18\x03 \x01(\x0c\x12\x16\n\x0esample_digests\x18\x04 \x03(\x0c\x12)\n\x07samples\x18\x05 \x03(\x0b\x32\x18.gcore.api.v1.SamplePart\x12\x13\n\x0btemperature\x18\x06 \x01(\x02\x12\x15\n\x08\x62\x61seline\x18\x07 \x01(\x02H\x00\x88\x01\x01\x12#\n\x05media\x18\x08 \x03(\x0b\x32\x14.gcore.api.v1.Medium\x12\x0f\n\x07holders\x18\t \x03(\tB\x0b\n\t_baseline\"R\n\x06Medium\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0e\n\x06sha256\x18\x02 \x01(\x0c\x12\x0c\n\x04size\x18\x03 \x01(\x04\x12\r\n\x05shape\x18\x04 \x03(\x04\x12\r\n\x05\x64type\x18\x05 \x01(\t\"\xae\x01\n\nSamplePart\x12\r\n\x05index\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x01(\x0c\x12\x10\n\x08logprobs\x18\x03 \x01(\x0c\x12\x0e\n\x06reward\x18\x04 \x01(\x02\x12\x15\n\rfinish_reason\x18\x05 \x01(\t\x12\x0e\n\x06masked\x18\x06 \x01(\x08\x12\x10\n\x08observed\x18\x07 \x01(\x0c\x12#\n\x05media\x18\x08 \x03(\x0b\x32\x14.gcore.api.v1.Medium\"a\n\tFeedReply\x12%\n\x04held\x18\x01 \x03(\x0b\x32\x17.gcore.api.v1.HeldGroup\x12-\n\x08\x66\x65tching\x18\x02 \x03(\x0b\x32\x1b.gcore.api.v1.FetchingGroup\",\n\tHeldGroup\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\x12\x0f\n\x07samples\x18\x02 \x03(\r\"e\n\rFetchingGroup\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\x12\x0f\n\x07samples\x18\x02 \x03(\r\x12\r\n\x05total\x18\x03 \x01(\x04\x12\x0f\n\x07\x66\x65tched\x18\x04 \x01(\x04\x12\x13\n\x0bunavailable\x18\x05 \x03(\x0c\"\x82\x01\n\x0c\x41pplyRequest\x12\x16\n\x0eschema_version\x18\x01 \x01(\r\x12$\n\x05world\x18\x02 \x01(\x0b\x32\x15.gcore.api.v1.WorldId\x12&\n\x05token\x18\x03 \x01(\x0b\x32\x17.gcore.api.v1.StepToken\x12\x0c\n\x04seal\x18\x04 \x01(\x0c\"\x0c\n\nApplyReply\"R\n\x0eReleaseRequest\x12$\n\x05world\x18\x01 \x01(\x0b\x32\x15.gcore.api.v1.WorldId\x12\x0c\n\x04step\x18\x02 \x01(\x03\x12\x0c\n\x04what\x18\x03 \x03(\t\"6\n\x0eRestoreRequest\x12$\n\x05world\x18\x01 \x01(\x0b\x32\x15.gcore.api.v1.WorldId\"\x1d\n\tRestReply\x12\x10\n\x08released\x18\x01 \x03(\t\"4\n\x0cWatchRequest\x12$\n\x05world\x18\x01 \x01(\x0b\x32\x15.gcore.api.v1.WorldId\"\xc7\x05\n\tRankState\x12\x16\n\x0eschema_version\x18\x01 \x01(\r\x12$\n\x05world\x18\x02 \x01(\x0b\x32\x15.gcore.api.v1.WorldId\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x12\n\nworld_size\x18\x04 \x01(\r\x12(\n\x07holding\x18\x05 \x01(\x0b\x32\x17.gcore.api.v1.StepToken\x12%\n\x04held\x18\x06 \x03(\x0b\x32\x17.gcore.api.v1.HeldGroup\x12(\n\x07\x61pplied\x18\x07 \x01(\x0b\x32\x17.gcore.api.v1.StepToken\x12(\n\x06report\x18\x08 \x01(\x0b\x32\x18.gcore.api.v1.StepReport\x12\r\n\x05phase\x18\t \x01(\t\x12\x10\n\x08progress\x18\n \x01(\x04\x12\r\n\x05\x65rror\x18\x0b \x01(\t\x12,\n\x05saved\x18\x0c \x01(\x0b\x32\x1d.gcore.api.v1.SavedCheckpoint\x12.\n\x07writing\x18\r \x01(\x0b\x32\x1d.gcore.api.v1.CheckpointWrite\x12*\n\tstreaming\x18\x0f \x01(\x0b\x32\x17.gcore.api.v1.StepToken\x12\r\n\x05\x62\x65gun\x18\x10 \x01(\r\x12\x14\n\x0c\x62\x65gun_sha256\x18\x11 \x01(\x0c\x12\x0f\n\x07trouble\x18\x0e \x01(\t\x12\x10\n\x08released\x18\x12 \x03(\t\x12\r\n\x05\x63lock\x18\x13 \x01(\x01\x12@\n\rphase_seconds\x18\x14 \x03(\x0b\x32).gcore.api.v1.RankState.PhaseSecondsEntry\x12-\n\x08\x66\x65tching\x18\x15 \x03(\x0b\x32\x1b.gcore.api.v1.FetchingGroup\x1a\x33\n\x11PhaseSecondsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"N\n\x0fSavedCheckpoint\x12\x0f\n\x07lineage\x18\x01 \x01(\x03\x12\x0c\n\x04step\x18\x02 \x01(\x03\x12\x0c\n\x04\x66ile\x18\x03 \x01(\t\x12\x0e\n\x06sha256\x18\x04 \x01(\t\"m\n\x0f\x43heckpointWrite\x12\x0f\n\x07lineage\x18\x01 \x01(\x03\x12\x0c\n\x04step\x18\x02 \x01(\x03\x12\r\n\x05total\x18\x03 \x01(\x04\x12\x0f\n\x07written\x18\x04 \x01(\x04\x12\r\n\x05\x65rror\x18\x05 \x01(\t\x12\x0c\n\x04over\x18\x06 \x01(\x08\"\xd6\x01\n\nStepReport\x12\x16\n\x0e\x63ontent_sha256\x18\x01 \x01(\x0c\x12\x36\n\x07metrics\x18\x02 \x03(\x0b\x32%.gcore.api.v1.StepReport.MetricsEntry\x12\x14\n\x0cweights_file\x18\x03 \x01(\t\x12\x17\n\x0f\x63heckpoint_file\x18\x04 \x01(\t\x12\x19\n\x11\x63heckpoint_sha256\x18\x05 \x01(\t\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x32\x8e\x03\n\tTrainRank\x12:\n\x04\x46\x65\x65\x64\x12\x17.gcore.api.v1.FeedChunk\x1a\x17.gcore.api.v1.FeedReply(\x01\x12=\n\x05\x41pply\x12\x1a.gcore.api.v1.ApplyRequest\x1a\x18.gcore.api.v1.ApplyReply\x12\x42\n\nAccumulate\x12\x1a.gcore.api.v1.ApplyRequest\x1a\x18.gcore.api.v1.ApplyReply\x12@\n\x07Release\x12\x1c.gcore.api.v1.ReleaseRequest\x1a\x17.gcore.api.v1.RestReply\x12@\n\x07Restore\x12\x1c.gcore.api.v1.RestoreRequest\x1a\x17.gcore.api.v1.RestReply\x12>\n\x05Watch\x12\x1a.gcore.api.v1.WatchRequest\x1a\x17.gcore.api.v1.RankState0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -48,37 +48,41 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_FEEDPAYLOAD']._serialized_start=478
   _globals['_FEEDPAYLOAD']._serialized_end=532
   _globals['_GROUPPART']._serialized_start=535
-  _globals['_GROUPPART']._serialized_end=744
-  _globals['_SAMPLEPART']._serialized_start=747
-  _globals['_SAMPLEPART']._serialized_end=884
-  _globals['_FEEDREPLY']._serialized_start=886
-  _globals['_FEEDREPLY']._serialized_end=936
-  _globals['_HELDGROUP']._serialized_start=938
-  _globals['_HELDGROUP']._serialized_end=982
-  _globals['_APPLYREQUEST']._serialized_start=985
-  _globals['_APPLYREQUEST']._serialized_end=1115
-  _globals['_APPLYREPLY']._serialized_start=1117
-  _globals['_APPLYREPLY']._serialized_end=1129
-  _globals['_RELEASEREQUEST']._serialized_start=1131
-  _globals['_RELEASEREQUEST']._serialized_end=1213
-  _globals['_RESTOREREQUEST']._serialized_start=1215
-  _globals['_RESTOREREQUEST']._serialized_end=1269
-  _globals['_RESTREPLY']._serialized_start=1271
-  _globals['_RESTREPLY']._serialized_end=1300
-  _globals['_WATCHREQUEST']._serialized_start=1302
-  _globals['_WATCHREQUEST']._serialized_end=1354
-  _globals['_RANKSTATE']._serialized_start=1357
-  _globals['_RANKSTATE']._serialized_end=2021
-  _globals['_RANKSTATE_PHASESECONDSENTRY']._serialized_start=1970
-  _globals['_RANKSTATE_PHASESECONDSENTRY']._serialized_end=2021
-  _globals['_SAVEDCHECKPOINT']._serialized_start=2023
-  _globals['_SAVEDCHECKPOINT']._serialized_end=2101
-  _globals['_CHECKPOINTWRITE']._serialized_start=2103
-  _globals['_CHECKPOINTWRITE']._serialized_end=2212
-  _globals['_STEPREPORT']._serialized_start=2215
-  _globals['_STEPREPORT']._serialized_end=2429
-  _globals['_STEPREPORT_METRICSENTRY']._serialized_start=2383
-  _globals['_STEPREPORT_METRICSENTRY']._serialized_end=2429
-  _globals['_TRAINRANK']._serialized_start=2432
-  _globals['_TRAINRANK']._serialized_end=2830
+  _globals['_GROUPPART']._serialized_end=798
+  _globals['_MEDIUM']._serialized_start=800
+  _globals['_MEDIUM']._serialized_end=882
+  _globals['_SAMPLEPART']._serialized_start=885
+  _globals['_SAMPLEPART']._serialized_end=1059
+  _globals['_FEEDREPLY']._serialized_start=1061
+  _globals['_FEEDREPLY']._serialized_end=1158
+  _globals['_HELDGROUP']._serialized_start=1160
+  _globals['_HELDGROUP']._serialized_end=1204
+  _globals['_FETCHINGGROUP']._serialized_start=1206
+  _globals['_FETCHINGGROUP']._serialized_end=1307
+  _globals['_APPLYREQUEST']._serialized_start=1310
+  _globals['_APPLYREQUEST']._serialized_end=1440
+  _globals['_APPLYREPLY']._serialized_start=1442
+  _globals['_APPLYREPLY']._serialized_end=1454
+  _globals['_RELEASEREQUEST']._serialized_start=1456
+  _globals['_RELEASEREQUEST']._serialized_end=1538
+  _globals['_RESTOREREQUEST']._serialized_start=1540
+  _globals['_RESTOREREQUEST']._serialized_end=1594
+  _globals['_RESTREPLY']._serialized_start=1596
+  _globals['_RESTREPLY']._serialized_end=1625
+  _globals['_WATCHREQUEST']._serialized_start=1627
+  _globals['_WATCHREQUEST']._serialized_end=1679
+  _globals['_RANKSTATE']._serialized_start=1682
+  _globals['_RANKSTATE']._serialized_end=2393
+  _globals['_RANKSTATE_PHASESECONDSENTRY']._serialized_start=2342
+  _globals['_RANKSTATE_PHASESECONDSENTRY']._serialized_end=2393
+  _globals['_SAVEDCHECKPOINT']._serialized_start=2395
+  _globals['_SAVEDCHECKPOINT']._serialized_end=2473
+  _globals['_CHECKPOINTWRITE']._serialized_start=2475
+  _globals['_CHECKPOINTWRITE']._serialized_end=2584
+  _globals['_STEPREPORT']._serialized_start=2587
+  _globals['_STEPREPORT']._serialized_end=2801
+  _globals['_STEPREPORT_METRICSENTRY']._serialized_start=2755
+  _globals['_STEPREPORT_METRICSENTRY']._serialized_end=2801
+  _globals['_TRAINRANK']._serialized_start=2804
+  _globals['_TRAINRANK']._serialized_end=3202
 # @@protoc_insertion_point(module_scope)

@@ -69,7 +69,7 @@ class FeedPayload(_message.Message):
     def __init__(self, groups: _Optional[_Iterable[_Union[GroupPart, _Mapping]]] = ...) -> None: ...
 
 class GroupPart(_message.Message):
-    __slots__ = ("ref", "digest", "prompt_ids", "sample_digests", "samples", "temperature", "baseline")
+    __slots__ = ("ref", "digest", "prompt_ids", "sample_digests", "samples", "temperature", "baseline", "media", "holders")
     REF_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     PROMPT_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -77,6 +77,8 @@ class GroupPart(_message.Message):
     SAMPLES_FIELD_NUMBER: _ClassVar[int]
     TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
     BASELINE_FIELD_NUMBER: _ClassVar[int]
+    MEDIA_FIELD_NUMBER: _ClassVar[int]
+    HOLDERS_FIELD_NUMBER: _ClassVar[int]
     ref: PromptRef
     digest: str
     prompt_ids: bytes
@@ -84,10 +86,26 @@ class GroupPart(_message.Message):
     samples: _containers.RepeatedCompositeFieldContainer[SamplePart]
     temperature: float
     baseline: float
-    def __init__(self, ref: _Optional[_Union[PromptRef, _Mapping]] = ..., digest: _Optional[str] = ..., prompt_ids: _Optional[bytes] = ..., sample_digests: _Optional[_Iterable[bytes]] = ..., samples: _Optional[_Iterable[_Union[SamplePart, _Mapping]]] = ..., temperature: _Optional[float] = ..., baseline: _Optional[float] = ...) -> None: ...
+    media: _containers.RepeatedCompositeFieldContainer[Medium]
+    holders: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, ref: _Optional[_Union[PromptRef, _Mapping]] = ..., digest: _Optional[str] = ..., prompt_ids: _Optional[bytes] = ..., sample_digests: _Optional[_Iterable[bytes]] = ..., samples: _Optional[_Iterable[_Union[SamplePart, _Mapping]]] = ..., temperature: _Optional[float] = ..., baseline: _Optional[float] = ..., media: _Optional[_Iterable[_Union[Medium, _Mapping]]] = ..., holders: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class Medium(_message.Message):
+    __slots__ = ("kind", "sha256", "size", "shape", "dtype")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    SHA256_FIELD_NUMBER: _ClassVar[int]
+    SIZE_FIELD_NUMBER: _ClassVar[int]
+    SHAPE_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    kind: str
+    sha256: bytes
+    size: int
+    shape: _containers.RepeatedScalarFieldContainer[int]
+    dtype: str
+    def __init__(self, kind: _Optional[str] = ..., sha256: _Optional[bytes] = ..., size: _Optional[int] = ..., shape: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ...) -> None: ...
 
 class SamplePart(_message.Message):
-    __slots__ = ("index", "token_ids", "logprobs", "reward", "finish_reason", "masked", "observed")
+    __slots__ = ("index", "token_ids", "logprobs", "reward", "finish_reason", "masked", "observed", "media")
     INDEX_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
@@ -95,6 +113,7 @@ class SamplePart(_message.Message):
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     MASKED_FIELD_NUMBER: _ClassVar[int]
     OBSERVED_FIELD_NUMBER: _ClassVar[int]
+    MEDIA_FIELD_NUMBER: _ClassVar[int]
     index: int
     token_ids: bytes
     logprobs: bytes
@@ -102,13 +121,16 @@ class SamplePart(_message.Message):
     finish_reason: str
     masked: bool
     observed: bytes
-    def __init__(self, index: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., reward: _Optional[float] = ..., finish_reason: _Optional[str] = ..., masked: _Optional[bool] = ..., observed: _Optional[bytes] = ...) -> None: ...
+    media: _containers.RepeatedCompositeFieldContainer[Medium]
+    def __init__(self, index: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., reward: _Optional[float] = ..., finish_reason: _Optional[str] = ..., masked: _Optional[bool] = ..., observed: _Optional[bytes] = ..., media: _Optional[_Iterable[_Union[Medium, _Mapping]]] = ...) -> None: ...
 
 class FeedReply(_message.Message):
-    __slots__ = ("held",)
+    __slots__ = ("held", "fetching")
     HELD_FIELD_NUMBER: _ClassVar[int]
+    FETCHING_FIELD_NUMBER: _ClassVar[int]
     held: _containers.RepeatedCompositeFieldContainer[HeldGroup]
-    def __init__(self, held: _Optional[_Iterable[_Union[HeldGroup, _Mapping]]] = ...) -> None: ...
+    fetching: _containers.RepeatedCompositeFieldContainer[FetchingGroup]
+    def __init__(self, held: _Optional[_Iterable[_Union[HeldGroup, _Mapping]]] = ..., fetching: _Optional[_Iterable[_Union[FetchingGroup, _Mapping]]] = ...) -> None: ...
 
 class HeldGroup(_message.Message):
     __slots__ = ("digest", "samples")
@@ -117,6 +139,20 @@ class HeldGroup(_message.Message):
     digest: str
     samples: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, digest: _Optional[str] = ..., samples: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class FetchingGroup(_message.Message):
+    __slots__ = ("digest", "samples", "total", "fetched", "unavailable")
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_FIELD_NUMBER: _ClassVar[int]
+    FETCHED_FIELD_NUMBER: _ClassVar[int]
+    UNAVAILABLE_FIELD_NUMBER: _ClassVar[int]
+    digest: str
+    samples: _containers.RepeatedScalarFieldContainer[int]
+    total: int
+    fetched: int
+    unavailable: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, digest: _Optional[str] = ..., samples: _Optional[_Iterable[int]] = ..., total: _Optional[int] = ..., fetched: _Optional[int] = ..., unavailable: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class ApplyRequest(_message.Message):
     __slots__ = ("schema_version", "world", "token", "seal")
@@ -163,7 +199,7 @@ class WatchRequest(_message.Message):
     def __init__(self, world: _Optional[_Union[WorldId, _Mapping]] = ...) -> None: ...
 
 class RankState(_message.Message):
-    __slots__ = ("schema_version", "world", "rank", "world_size", "holding", "held", "applied", "report", "phase", "progress", "error", "saved", "writing", "streaming", "begun", "begun_sha256", "trouble", "released", "clock", "phase_seconds")
+    __slots__ = ("schema_version", "world", "rank", "world_size", "holding", "held", "applied", "report", "phase", "progress", "error", "saved", "writing", "streaming", "begun", "begun_sha256", "trouble", "released", "clock", "phase_seconds", "fetching")
     class PhaseSecondsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -191,6 +227,7 @@ class RankState(_message.Message):
     RELEASED_FIELD_NUMBER: _ClassVar[int]
     CLOCK_FIELD_NUMBER: _ClassVar[int]
     PHASE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    FETCHING_FIELD_NUMBER: _ClassVar[int]
     schema_version: int
     world: WorldId
     rank: int
@@ -211,7 +248,8 @@ class RankState(_message.Message):
     released: _containers.RepeatedScalarFieldContainer[str]
     clock: float
     phase_seconds: _containers.ScalarMap[str, float]
-    def __init__(self, schema_version: _Optional[int] = ..., world: _Optional[_Union[WorldId, _Mapping]] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., holding: _Optional[_Union[StepToken, _Mapping]] = ..., held: _Optional[_Iterable[_Union[HeldGroup, _Mapping]]] = ..., applied: _Optional[_Union[StepToken, _Mapping]] = ..., report: _Optional[_Union[StepReport, _Mapping]] = ..., phase: _Optional[str] = ..., progress: _Optional[int] = ..., error: _Optional[str] = ..., saved: _Optional[_Union[SavedCheckpoint, _Mapping]] = ..., writing: _Optional[_Union[CheckpointWrite, _Mapping]] = ..., streaming: _Optional[_Union[StepToken, _Mapping]] = ..., begun: _Optional[int] = ..., begun_sha256: _Optional[bytes] = ..., trouble: _Optional[str] = ..., released: _Optional[_Iterable[str]] = ..., clock: _Optional[float] = ..., phase_seconds: _Optional[_Mapping[str, float]] = ...) -> None: ...
+    fetching: _containers.RepeatedCompositeFieldContainer[FetchingGroup]
+    def __init__(self, schema_version: _Optional[int] = ..., world: _Optional[_Union[WorldId, _Mapping]] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., holding: _Optional[_Union[StepToken, _Mapping]] = ..., held: _Optional[_Iterable[_Union[HeldGroup, _Mapping]]] = ..., applied: _Optional[_Union[StepToken, _Mapping]] = ..., report: _Optional[_Union[StepReport, _Mapping]] = ..., phase: _Optional[str] = ..., progress: _Optional[int] = ..., error: _Optional[str] = ..., saved: _Optional[_Union[SavedCheckpoint, _Mapping]] = ..., writing: _Optional[_Union[CheckpointWrite, _Mapping]] = ..., streaming: _Optional[_Union[StepToken, _Mapping]] = ..., begun: _Optional[int] = ..., begun_sha256: _Optional[bytes] = ..., trouble: _Optional[str] = ..., released: _Optional[_Iterable[str]] = ..., clock: _Optional[float] = ..., phase_seconds: _Optional[_Mapping[str, float]] = ..., fetching: _Optional[_Iterable[_Union[FetchingGroup, _Mapping]]] = ...) -> None: ...
 
 class SavedCheckpoint(_message.Message):
     __slots__ = ("lineage", "step", "file", "sha256")

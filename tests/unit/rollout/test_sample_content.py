@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import pickle
+import struct
 
 import pytest
 
 from gcore.types import (
     Group,
+    Medium,
     Prompt,
     PromptRef,
     Sample,
@@ -148,3 +151,55 @@ def test_a_prompt_of_text_is_one_part() -> None:
 )
 def test_values_survive_pickling(value: object) -> None:
     assert pickle.loads(pickle.dumps(value)) == value
+
+
+RED = Medium("picture", "ab" * 32, 300, (16, 32, 3), "uint8")
+BLUE = Medium("picture", "cd" * 32, 300, (16, 32, 3), "uint8")
+
+
+def with_media(sample: Sample, *media: Medium) -> Sample:
+    return dataclasses.replace(sample, output=sample.output._replace(media=media))
+
+
+def test_the_media_of_a_sample_are_the_end_of_its_digest() -> None:
+    sample = SAMPLES[2][0]
+    text = struct.pack("<I4i4ff?", 4, 5, 6, 7, 8, -0.5, 0.0, 0.0, -2.0, 0.5, False) + struct.pack("<2i", 1, 3)
+    medium = struct.pack("<I7s32sQ", 7, b"picture", bytes.fromhex("ab" * 32), 300)
+    medium += struct.pack("<I3Q", 3, 16, 32, 3) + struct.pack("<I5s", 5, b"uint8")
+    expected = hashlib.sha256(text + b"\xff\xff\xff\xffmedia" + struct.pack("<I", 1) + medium)
+    assert with_media(sample, RED).digest() == expected.digest()
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        RED._replace(kind="decoded"),
+        RED._replace(sha256="ac" + "ab" * 31),
+        RED._replace(size=301),
+        RED._replace(shape=(32, 16, 3)),
+        RED._replace(shape=(16, 32)),
+        RED._replace(dtype="uint16"),
+    ],
+)
+def test_each_field_of_a_medium_changes_the_digests(other: Medium) -> None:
+    sample, group = SAMPLES[0][0], GROUPS[0][0]
+    assert with_media(sample, other).digest() != with_media(sample, RED).digest()
+    assert dataclasses.replace(group, media=(other,)).digest() != dataclasses.replace(group, media=(RED,)).digest()
+
+
+def test_the_order_and_the_place_of_media_change_the_digest_of_a_group() -> None:
+    group = GROUPS[1][0]
+    of_sample = dataclasses.replace(group, samples=(with_media(group.samples[0], RED), group.samples[1]))
+    of_next = dataclasses.replace(group, samples=(group.samples[0], with_media(group.samples[1], RED)))
+    groups = [group, dataclasses.replace(group, media=(RED,)), of_sample, of_next]
+    groups += [dataclasses.replace(group, media=(RED, BLUE)), dataclasses.replace(group, media=(BLUE, RED))]
+    groups += [dataclasses.replace(group, media=(RED, RED))]
+    assert len({one.digest() for one in groups}) == len(groups)
+    assert dataclasses.replace(of_sample, media=(BLUE,)).all_media == (BLUE, RED)
+
+
+def test_a_sample_keeps_its_media_when_fields_are_replaced() -> None:
+    sample = with_media(SAMPLES[2][0], RED)
+    assert Sample(output=sample.output, text="other", finish_reason="stop").media == (RED,)
+    assert dataclasses.replace(sample, reward=2.0).media == (RED,)
+    assert pickle.loads(pickle.dumps(sample)) == sample
