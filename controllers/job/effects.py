@@ -15,7 +15,7 @@ import asyncio
 import functools
 import shutil
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,6 +44,11 @@ from placement.moves import DecisionContext, initial_move, split_from
 from placement.placer import new_placer
 
 
+async def no_stores(blobs: Sequence[str]) -> Mapping[str, Collection[str]]:
+    """The answer of a cluster without blob stores: no node has any blob."""
+    return {}
+
+
 @dataclass(frozen=True)
 class Effects:
     """What the executor needs to execute actions: store, connections, engines, buffers and folders."""
@@ -66,6 +71,8 @@ class Effects:
     """Why this node no longer sees the run's folder; empty if it does. Blocks."""
     replicator: Replicator | None = None
     """Manages this node's own folder of the run, if nodes share no folder."""
+    locate: Callable[[Sequence[str]], Awaitable[Mapping[str, Collection[str]]]] = no_stores
+    """Returns the nodes whose blob stores have each blob of this job (by SHA-256)."""
     memory_dir: Path | None = None
     """The folder of in-memory copies of the job's train states on this node."""
 

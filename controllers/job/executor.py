@@ -34,6 +34,7 @@ from controllers.rules.actions import (
     ChangePlan,
     CommitStep,
     FeedRank,
+    FindBlobs,
     FolderAction,
     ForgetEvaluations,
     GiveUpBatch,
@@ -83,6 +84,8 @@ async def apply_action(action: Action, view: JobView, effects: Effects) -> Actio
     match action:
         case FeedRank():
             return await _feed(action, view, effects)
+        case FindBlobs():
+            return await _find_blobs(action, view, effects)
         case TrainBatch() | AccumulateParts():
             return await _apply(action, view, effects)
         case ReleaseRank() | RestoreRank():
@@ -208,17 +211,44 @@ def _move_transaction(action: WriteMove | ReportMoves, view: JobView) -> Transac
 async def _feed(action: FeedRank, view: JobView, effects: Effects) -> ActionResult:
     seal = view.seal
     assert seal is not None
-    missing = sorted(view.missing(seal, action.rank).items())
+    missing = sorted(view.unsent(seal, action.rank).items())
     found = [(effects.buffer.group(digest), frozenset(samples)) for digest, samples in missing]
     parts = [(group, samples) for group, samples in found if group is not None]
     sentence = f"feed {len(parts)} groups of {action.token} to rank {action.rank}"
 
     async def feed() -> None:
         fault_point(FaultPoint.FEED, "before")
-        await effects.ranks.feed(action.rank, seal, parts, len(view.layout(seal).of_rank(action.rank)), view.me)
+        share = len(view.layout(seal).of_rank(action.rank))
+        await effects.ranks.feed(action.rank, seal, parts, share, view.me, (view.node,))
         fault_point(FaultPoint.FEED, "after")
 
     return await _report_call(feed(), sentence)
+
+
+async def _find_blobs(action: FindBlobs, view: JobView, effects: Effects) -> ActionResult:
+    seal = view.seal
+    assert seal is not None
+    fetching, mine = view.fetching(seal, action.rank), view.held_for(seal)
+    asked = {digest: one for digest, one in fetching.items() if one.unavailable and digest in mine}
+    lost = sorted({blob for one in asked.values() for blob in one.unavailable})
+    where = await effects.locate(lost)
+    dropped, again = [], []
+    for digest, one in sorted(asked.items()):
+        group = effects.buffer.group(digest)
+        if group is None:
+            continue
+        if gone := [blob for blob in sorted(one.unavailable) if not where.get(blob)]:
+            effects.buffer.drop_group(group.ref)
+            dropped.append(f"{group.ref} (blob {gone[0][:12]})")
+        else:
+            again.append((group, one.samples))
+    if again:
+        holders = frozenset(node for blob in lost for node in where.get(blob, ()))
+        share = len(view.layout(seal).of_rank(action.rank))
+        call = effects.ranks.feed(action.rank, seal, again, share, view.me, holders)
+        return await _report_call(call, f"name other stores for {len(again)} groups of {action.token}")
+    sentence = f"drop groups whose blobs no store has: {', '.join(dropped) or 'none'}"
+    return ActionResult(TxnOutcome.WON, sentence)
 
 
 async def _apply(action: TrainBatch | AccumulateParts, view: JobView, effects: Effects) -> ActionResult:

@@ -134,6 +134,16 @@ class FeedRank(BackgroundAction, kind="feed"):
 
 
 @dataclass(frozen=True, slots=True)
+class FindBlobs(BackgroundAction, kind="findblobs"):
+    """Look in the blob stores of all nodes for the blobs that a train rank found in none, in groups of the sealed batch
+    `token` that this peer holds. Send the groups again with the nodes that have the blobs; drop a group if no node has
+    one of its blobs."""
+
+    rank: int
+    token: Token
+
+
+@dataclass(frozen=True, slots=True)
 class MarkBatchReady(Action, kind="ready"):
     """Mark the sealed batch of `step` READY: every train rank holds its share."""
 

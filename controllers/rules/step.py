@@ -26,6 +26,7 @@ from controllers.rules.actions import (
     AccumulateParts,
     CommitStep,
     FeedRank,
+    FindBlobs,
     GiveUpBatch,
     GiveUpPrompt,
     Intent,
@@ -236,16 +237,27 @@ def exchange_batch(view: JobView) -> Iterator[Intent]:
     if lost:
         yield Intent(GiveUpBatch(seal.step, lost), f"reseal {seal.token}", view.turn(topic), after=SETTLE_S / 2)
     else:
-        # The topic contains the number of missing samples, so each arrival restarts the delay: a large batch on a slow network arrives eventually.
+        # The topic contains the number of missing samples and the fetched bytes, so each arrival restarts the delay: a large batch on a slow network
+        # arrives eventually.
         left = sum(len(samples) for of_rank in missing.values() for samples in of_rank.values())
+        fetched = sum(one.fetched for rank in missing for one in view.fetching(seal, rank).values())
         why = f"{len(undelivered)} groups were not delivered, and nothing arrived for {EXCHANGE_LIMIT_S:.0f} s"
-        yield Intent(
-            GiveUpBatch(seal.step, why), f"overdue {seal.token} {left}", view.turn(topic), after=EXCHANGE_LIMIT_S
-        )
+        overdue = f"overdue {seal.token} {left} {fetched}"
+        yield Intent(GiveUpBatch(seal.step, why), overdue, view.turn(topic), after=EXCHANGE_LIMIT_S)
     mine = view.held_for(seal)
-    for rank, of_rank in missing.items():
-        if rank in view.ranks and mine & of_rank.keys() and not lost:
+    for rank in missing:
+        if rank not in view.ranks or lost:
+            continue
+        if mine & view.unsent(seal, rank).keys():
             yield Intent(FeedRank(rank, seal.token), f"feed {rank} {seal.token}")
+        if _unavailable(view, seal, rank):
+            yield Intent(FindBlobs(rank, seal.token), f"find blobs of {rank} {seal.token}")
+
+
+def _unavailable(view: JobView, seal: Seal, rank: int) -> frozenset[str]:
+    """The groups of `seal` that this peer holds and for which `rank` finds a blob in no store, by digest."""
+    fetching, mine = view.fetching(seal, rank), view.held_for(seal)
+    return frozenset(digest for digest, one in fetching.items() if one.unavailable and digest in mine)
 
 
 def why_groups_lost(view: JobView, seal: Seal, undelivered: set[str]) -> str:
@@ -275,7 +287,7 @@ def waits_for_others(view: JobView) -> bool:
     if any(condition.startswith("feed ") for condition in view.under_way):
         return False
     mine = view.held_for(seal)
-    if any(mine & view.missing(seal, rank).keys() for rank in range(seal.world_size)):
+    if any(mine & view.unsent(seal, rank).keys() or _unavailable(view, seal, rank) for rank in range(seal.world_size)):
         return False
     return view.turn(f"ready {seal.token}") > 0 and view.turn(f"exchange {seal.token}") > 0
 

@@ -54,6 +54,7 @@ from gcore.ledger.selection import (
 )
 from gcore.ledger.statistics import valid_epochs
 from gcore.schema import SCHEMA_VERSION
+from gcore.train.rank.feed import Fetching
 from gcore.train.rank.launch import WorldStart
 from gcore.types import PromptRef, Token, Version
 from gcore.worker.records import WorkerRecord
@@ -155,6 +156,9 @@ class RankView:
     """The batch that the rank is receiving or has received."""
     held: Mapping[str, frozenset[int]] = field(default_factory=dict)
     """The samples of that batch that have arrived: group digest -> indexes of samples."""
+    fetching: Mapping[str, Fetching] = field(default_factory=dict)
+    """The samples of that batch that have arrived and whose blobs (pictures, arrays) the rank does not have yet: group
+    digest -> their indexes and bytes."""
     applied: Token | None = None
     """The batch that the rank has trained last."""
     content: bytes = b""
@@ -473,6 +477,23 @@ class JobView:
         indexes."""
         known = self.ranks.get(rank)
         return self.remembered.get(("missing", rank), (seal, known), lambda: self._missing(seal, rank, known))
+
+    def unsent(self, seal: Seal, rank: int) -> Mapping[str, set[int]]:
+        """The samples of its share of `seal` that `rank` neither holds nor fetches the blobs of, as far as reported:
+        group digest -> sample indexes."""
+        missing, fetching = self.missing(seal, rank), self.fetching(seal, rank)
+        if not fetching:
+            return missing
+        left = {
+            digest: samples - fetching[digest].samples if digest in fetching else samples
+            for digest, samples in missing.items()
+        }
+        return {digest: samples for digest, samples in left.items() if samples}
+
+    def fetching(self, seal: Seal, rank: int) -> Mapping[str, Fetching]:
+        """The samples of `seal` that `rank` has received without all their blobs, by group digest."""
+        known = self.ranks.get(rank)
+        return known.fetching if known is not None and self._holds(known.holding, seal) else {}
 
     def _missing(self, seal: Seal, rank: int, known: RankView | None) -> Mapping[str, set[int]]:
         held = known.held if known is not None and self._holds(known.holding, seal) else {}

@@ -17,7 +17,7 @@ import asyncio
 import functools
 import hashlib
 import logging
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import grpc
@@ -31,10 +31,11 @@ from gcore.errors import GcoreError
 from gcore.ledger.records.chain import Seal
 from gcore.schema import READABLE, SCHEMA_VERSION
 from gcore.system.clock import Clock
-from gcore.train.rank.feed import WorldName
+from gcore.train.rank.feed import Fetching, WorldName
 from gcore.train.rank.messages import (
     CHUNK_BYTES,
     read_checkpoint_progress,
+    read_fetching,
     read_sample_listing,
     read_saved_checkpoint,
     read_token,
@@ -169,9 +170,10 @@ class RankConnections:
         self._defect: BaseException | None = None
         self.views: dict[int, RankView] = {}
         """The last report of each rank. The dictionary is replaced and never changed."""
-        self._listings: dict[int, tuple[Token | None, Sequence[pb.HeldGroup]]] = {}
-        """By rank: a batch and the samples of it that the rank holds, as its stream last reported."""
-        self._answered: dict[int, tuple[Token | None, Mapping[str, frozenset[int]]]] = {}
+        self._listings: dict[int, tuple[Token | None, Sequence[pb.HeldGroup], Sequence[pb.FetchingGroup]]] = {}
+        """By rank: a batch and the samples of it that the rank holds or whose blobs it fetches, as its stream last
+        reported."""
+        self._answered: dict[int, tuple[Token | None, Mapping[str, frozenset[int]], Mapping[str, Fetching]]] = {}
         """By rank: the same as its responses to `Feed` calls have reported."""
         self._unrested: dict[int, tuple[Token | None, str]] = {}
         """By rank: the batch after which it could not release its memory, and the reason."""
@@ -217,16 +219,23 @@ class RankConnections:
         self.aim(None, {})
 
     async def feed(
-        self, rank: int, seal: Seal, groups: Iterable[tuple[Group, frozenset[int]]], share: int, sender: str
+        self,
+        rank: int,
+        seal: Seal,
+        groups: Iterable[tuple[Group, frozenset[int]]],
+        share: int,
+        sender: str,
+        holders: Collection[str] = (),
     ) -> None:
         """Send samples of the sealed batch `seal` to a rank. `groups`: groups with the indices of the samples to send.
         `share`: the number of samples of the batch that the rank gets from all peers together. `sender`: this
-        controller. Raises grpc.aio.AioRpcError, RankNotConnected.
+        controller. `holders`: the nodes whose blob stores have the groups' media. Raises grpc.aio.AioRpcError,
+        RankNotConnected.
         """
         self._reach(rank)
         world = self._world
         for part in split_shares(groups):
-            await self._feed_part(world, rank, seal, part, share, sender)
+            await self._feed_part(world, rank, seal, part, share, sender, holders)
 
     async def _feed_part(
         self,
@@ -236,9 +245,10 @@ class RankConnections:
         part: tuple[tuple[Group, frozenset[int]], ...],
         share: int,
         sender: str,
+        holders: Collection[str],
     ) -> None:
         # Off the event loop: a part may have many MB, and the lease must be renewed meanwhile.
-        payload, digest = await asyncio.to_thread(_payload_of, part)
+        payload, digest = await asyncio.to_thread(_payload_of, part, holders)
         connection = self._reach(rank)
         if world is None or world != self._world:
             raise RankNotConnected(f"the train world of rank {rank} has ended", fix="Retry with the new world")
@@ -254,7 +264,7 @@ class RankConnections:
         stub = VersionedStub(train_pb2_grpc.TrainRankStub(connection.channel))
         reply = await stub.Feed(_chunks(header, payload), timeout=feed_timeout_s(len(payload)))
         if world == self._world:
-            self._note_held(rank, seal.token, reply.held)
+            self._note_received(rank, seal.token, reply)
 
     async def apply(self, rank: int, seal: Seal, stored: bytes, *, whole: bool = True) -> None:
         """Tell a rank to train the READY batch `seal`; without `whole`, to add the gradients of its READY parts.
@@ -320,11 +330,12 @@ class RankConnections:
         holding = read_token(state.holding) if state.HasField("holding") else None
         applied = read_token(state.applied) if state.HasField("applied") else None
         behind, why = self._unrested.get(rank, (None, ""))
-        self._listings[rank] = holding, state.held
+        self._listings[rank] = holding, state.held, state.fetching
         view = RankView(
             rank=rank,
             holding=holding,
             held=self._held(rank, holding),
+            fetching=self._fetching(rank, holding),
             applied=applied,
             content=state.report.content_sha256,
             metrics=dict(state.report.metrics),
@@ -347,28 +358,48 @@ class RankConnections:
             del self.saved[forgotten]
         self._show(view)
 
-    def _note_held(self, rank: int, token: Token, held: Iterable[pb.HeldGroup]) -> None:
-        """Process the response to a `Feed` call: the samples of the batch `token` that the rank holds."""
+    def _note_received(self, rank: int, token: Token, reply: pb.FeedReply) -> None:
+        """Process the response to a `Feed` call: the samples of the batch `token` that the rank has."""
         view = self.views.get(rank, RankView(rank))
         if view.holding is None or view.holding <= token:
             known = self._answered.get(rank)
-            before = known[1] if known is not None and known[0] == token else {}
-            self._answered[rank] = token, merge_samples(before, read_sample_listing(held))
-            self._show(replace(view, holding=token, held=self._held(rank, token)))
+            held, fetching = known[1:] if known is not None and known[0] == token else ({}, {})
+            held = merge_samples(held, read_sample_listing(reply.held))
+            self._answered[rank] = token, held, {**fetching, **read_fetching(reply.fetching)}
+            fetched = self._fetching(rank, token)
+            self._show(replace(view, holding=token, held=self._held(rank, token), fetching=fetched))
 
     def _held(self, rank: int, token: Token | None) -> ReceivedSamples:
         """The samples of the batch `token` that a rank holds, from its stream and its responses."""
-        listed_for, listed = self._listings.get(rank, (None, ()))
-        answered_of, answered = self._answered.get(rank, (None, {}))
+        listed_for, listed, _ = self._listings.get(rank, (None, (), ()))
+        answered_of, answered, _ = self._answered.get(rank, (None, {}, {}))
         return ReceivedSamples(listed if listed_for == token else (), answered if answered_of == token else {})
+
+    def _fetching(self, rank: int, token: Token | None) -> Mapping[str, Fetching]:
+        """The samples of the batch `token` that a rank has received without all their blobs.
+
+        Only its stream reports which blobs are unavailable, because a response does not say when that ends.
+        """
+        listed_for, _, listed = self._listings.get(rank, (None, (), ()))
+        answered_of, _, answered = self._answered.get(rank, (None, {}, {}))
+        found = dict(answered) if answered_of == token else {}
+        if listed_for == token:
+            for digest, one in read_fetching(listed).items():
+                earlier = found[digest].samples if digest in found else frozenset()
+                found[digest] = replace(one, samples=one.samples | earlier)
+        if not found:
+            return {}
+        held = self._held(rank, token)
+        left = {digest: one.samples - held.get(digest, frozenset()) for digest, one in found.items()}
+        return {digest: replace(found[digest], samples=samples) for digest, samples in left.items() if samples}
 
     def _show(self, view: RankView) -> None:
         self.views = {**self.views, view.rank: view}
         self._on_change()
 
 
-def _payload_of(part: Iterable[tuple[Group, frozenset[int]]]) -> tuple[bytes, bytes]:
-    payload = write_payload(part)
+def _payload_of(part: Iterable[tuple[Group, frozenset[int]]], holders: Collection[str]) -> tuple[bytes, bytes]:
+    payload = write_payload(part, holders)
     return payload, hashlib.sha256(payload).digest()
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -151,7 +151,9 @@ class SimulatedLinks(RankConnections):
                 task = asyncio.get_running_loop().create_task(self._hear(world, rank, self._land.floor.ranks[address]))
                 self._aimed[rank] = (address, task)
 
-    async def feed(self, rank: int, seal: Seal, groups: Any, share: int, sender: str) -> None:
+    async def feed(
+        self, rank: int, seal: Seal, groups: Any, share: int, sender: str, holders: Collection[str] = ()
+    ) -> None:
         there, world = self._there(rank), self._world
         assert world is not None
         sent = list(groups)

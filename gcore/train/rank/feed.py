@@ -17,20 +17,23 @@ is READY when every rank holds its share; Apply starts training. The rules:
   once, and Apply begins the remaining ones. A READY part never changes, so the attempt that reports it does not matter;
   a seal that contradicts a begun part is refused. Held samples of such a step are kept from attempt to attempt, because
   most are sealed again and their digests identify them.
+- A sample with media (pictures or other large arrays, `gcore.types.Medium`) is held when the blobs of its prompt and of
+  itself are verified and in the folder of this world. Before, it is *fetching*: it was received, is not fed again, and
+  cannot be trained. Verified blobs stay from attempt to attempt; they are dropped when the step is trained.
 
 Messages were validated before (`gcore.train.rank.messages`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from gcore.ledger.balance import SampleSlot, StepLayout, balance_samples, part_digests, part_layout, seal_up_to
 from gcore.ledger.records.chain import Seal, SealState
-from gcore.types import PromptRef, Range, Token
+from gcore.types import Medium, PromptRef, Range, Token
 
 if TYPE_CHECKING:
     import numpy as np
@@ -66,6 +69,8 @@ class TrainSample:
     """Ranges of tokens that the policy did not generate (tool or environment output). They are not trained and not
     counted.
     """
+    media: tuple[Medium, ...] = ()
+    """Pictures of the response, or arrays of a diffusion sample."""
 
     @property
     def observed_count(self) -> int:
@@ -87,16 +92,53 @@ class TrainGroup:
     samples: Mapping[int, TrainSample]
     temperature: float = 1.0
     baseline: float | None = None
+    media: tuple[Medium, ...] = ()
+    """The prompt's pictures."""
+    holders: frozenset[str] = frozenset()
+    """Nodes whose blob stores have the media of the prompt and of the samples."""
 
     def joined(self, other: TrainGroup) -> TrainGroup:
         """A group with the samples of both. The caller checks that the digests are equal, so both are parts of the same
         group.
         """
-        return replace(self, samples={**self.samples, **other.samples})
+        return replace(self, samples={**self.samples, **other.samples}, holders=self.holders | other.holders)
+
+    def media_of(self, samples: Collection[int]) -> Mapping[str, Medium]:
+        """The media of the prompt and of these samples, by SHA-256; empty without samples."""
+        of_samples = (medium for index in sorted(samples) for medium in self.samples[index].media)
+        return {medium.sha256: medium for medium in (*(self.media if samples else ()), *of_samples)}
+
+    def complete(self, blobs: Collection[str]) -> frozenset[int]:
+        """The samples all of whose media, and those of the prompt, are among `blobs` (SHA-256)."""
+        if not all(medium.sha256 in blobs for medium in self.media):
+            return frozenset()
+        return frozenset(
+            index for index, sample in self.samples.items() if all(medium.sha256 in blobs for medium in sample.media)
+        )
 
 
 SampleListing = Mapping[str, frozenset[int]]
 """Which samples are held: sample indexes by group digest."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fetching:
+    """Received samples of a group that are not held, because blobs are missing. `total` and `fetched`: bytes of all
+    their blobs, and of those that are there. `unavailable`: SHA-256 of blobs that no holder's store has.
+    """
+
+    samples: frozenset[int]
+    total: int
+    fetched: int
+    unavailable: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class WantedBlob:
+    """A blob that a rank lacks, and the nodes whose stores should have it."""
+
+    medium: Medium
+    holders: frozenset[str]
 
 
 def _nothing() -> Mapping[str, Any]:
@@ -136,7 +178,31 @@ def finish_step(state: FeedState) -> FeedState:
     """The state after the step was trained. Raises ValueError if no token is being applied."""
     if state.applying is None:
         raise ValueError("no token is being applied")
-    return replace(state, applying=None, applied=state.applying, done=state.applying.step, begun=())
+    return replace(
+        state,
+        applying=None,
+        applied=state.applying,
+        done=state.applying.step,
+        begun=(),
+        blobs=frozenset(),
+        unavailable=frozenset(),
+    )
+
+
+def add_blobs(state: FeedState, blobs: Collection[str]) -> FeedState:
+    """The state after these blobs (SHA-256) were verified and put into the world's folder."""
+    known = state.blobs | frozenset(blobs)
+    held = dict(state.held)
+    for digest, group in state.groups.items():
+        if complete := group.complete(known):
+            held[digest] = complete
+    return replace(state, blobs=known, unavailable=state.unavailable - known, held=held)
+
+
+def miss_blobs(state: FeedState, blobs: Collection[str]) -> FeedState:
+    """The state after no holder's store had these blobs (SHA-256). A later feed that names them makes the rank ask
+    again."""
+    return replace(state, unavailable=state.unavailable | (frozenset(blobs) & state.wanted.keys()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +229,34 @@ class FeedState:
     """Whether the job's steps may be sealed and trained in parts (`train.stream`)."""
     begun: tuple[tuple[str, ...], ...] = ()
     """The begun parts of the step after `done`: for each part, the digests of all its groups."""
+    blobs: frozenset[str] = frozenset()
+    """SHA-256 of the verified blobs in the folder of this world."""
+    unavailable: frozenset[str] = frozenset()
+    """SHA-256 of missing blobs that no holder's store had when they were asked."""
+
+    @property
+    def fetching(self) -> Mapping[str, Fetching]:
+        """The received samples whose blobs are missing, by group digest."""
+        found = {}
+        for digest, group in self.groups.items():
+            lacking = group.samples.keys() - self.held.get(digest, frozenset())
+            if lacking:
+                media = group.media_of(lacking)
+                total = sum(medium.size for medium in media.values())
+                fetched = sum(medium.size for sha256, medium in media.items() if sha256 in self.blobs)
+                found[digest] = Fetching(frozenset(lacking), total, fetched, self.unavailable & media.keys())
+        return found
+
+    @property
+    def wanted(self) -> Mapping[str, WantedBlob]:
+        """The blobs that received samples lack, by SHA-256."""
+        found: dict[str, WantedBlob] = {}
+        for group in self.groups.values():
+            for sha256, medium in group.media_of(group.samples.keys()).items():
+                if sha256 not in self.blobs:
+                    others = found[sha256].holders if sha256 in found else frozenset()
+                    found[sha256] = WantedBlob(medium, group.holders | others)
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,9 +331,13 @@ def feed_samples(
     for digest, group in groups.items():
         if digest not in over:
             merged[digest] = merged[digest].joined(group) if digest in merged else group
-    listed = {digest: samples for digest, samples in state.held.items() if digest in over}
-    held = listed | {digest: frozenset(group.samples) for digest, group in merged.items()}
-    return FeedTaken(replace(state, holding=token, groups=merged, held=held))
+    held = {digest: samples for digest, samples in state.held.items() if digest in over}
+    for digest, group in merged.items():
+        complete = group.complete(state.blobs)
+        if complete or not group.samples:
+            held[digest] = complete
+    asked = {sha256 for group in groups.values() for sha256 in group.media_of(group.samples.keys())}
+    return FeedTaken(replace(state, holding=token, groups=merged, held=held, unavailable=state.unavailable - asked))
 
 
 def accumulate_parts(
@@ -356,7 +454,7 @@ def _share_lacking(state: FeedState, held: Mapping[str, TrainGroup], seal: Seal,
         slot: SampleSlot
         for slot in layout.share(chunk, state.rank):
             group = seal.groups[slot.group]
-            lacking = _lacking(held.get(group.digest), seal, slot.group, slot.sample)
+            lacking = _lacking(held.get(group.digest), seal, slot.group, slot.sample, state.blobs)
             if lacking:
                 return f"{lacking}: prompt {group.ref}, group {group.digest}, in this rank's share of {seal.token}"
     return ""
@@ -370,11 +468,16 @@ def _part(seal: Seal, number: int, rank: int, held: Mapping[str, TrainGroup]) ->
     )
 
 
-def _lacking(group: TrainGroup | None, seal: Seal, number: int, sample: int) -> str:
-    """Why sample `sample` of the seal's group `number` is missing or contradicts the seal; empty if it does not."""
+def _lacking(group: TrainGroup | None, seal: Seal, number: int, sample: int, blobs: Collection[str]) -> str:
+    """Why sample `sample` of the seal's group `number` is missing or contradicts the seal; empty if it does not.
+
+    `blobs`: SHA-256 of the blobs in this world's folder.
+    """
     sealed = seal.groups[number]
     if group is None or sample not in group.samples:
         return f"sample {sample} is missing"
+    if missing := group.media_of((sample,)).keys() - blobs:
+        return f"blob {min(missing)} of sample {sample} is missing"
     if group.ref != sealed.ref:
         return f"sample {sample} was sent for prompt {group.ref}"
     if group.samples[sample].masked != (sample in sealed.masked):

@@ -12,7 +12,8 @@ from __future__ import annotations
 import hashlib
 import math
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from typing import cast, get_args
 
 import numpy as np
 from google.protobuf.message import DecodeError
@@ -22,8 +23,19 @@ from gcore.errors import GcoreError
 from gcore.ledger.balance import parts_sha256
 from gcore.schema import SCHEMA_VERSION
 from gcore.train.checkpoint.run_files import WriteProgress, WrittenCheckpoint
-from gcore.train.rank.feed import FeedState, SampleListing, TrainGroup, TrainSample, WorldName
-from gcore.types import Group, PromptRef, Range, Token, Version, group_digest, range_problem
+from gcore.train.rank.feed import FeedState, Fetching, SampleListing, TrainGroup, TrainSample, WorldName
+from gcore.types import (
+    Group,
+    Medium,
+    MediumKind,
+    PromptRef,
+    Range,
+    Token,
+    Version,
+    group_digest,
+    media_bytes,
+    range_problem,
+)
 
 CHUNK_BYTES = 1 << 20
 
@@ -65,6 +77,30 @@ def read_sample_listing(held: Iterable[pb.HeldGroup]) -> dict[str, frozenset[int
     return {group.digest: frozenset(group.samples) for group in held}
 
 
+def write_fetching(fetching: Mapping[str, Fetching]) -> list[pb.FetchingGroup]:
+    """Encode which received samples lack blobs, by group digest, sorted."""
+    return [
+        pb.FetchingGroup(
+            digest=digest,
+            samples=sorted(one.samples),
+            total=one.total,
+            fetched=one.fetched,
+            unavailable=[bytes.fromhex(sha256) for sha256 in sorted(one.unavailable)],
+        )
+        for digest, one in sorted(fetching.items())
+    ]
+
+
+def read_fetching(fetching: Iterable[pb.FetchingGroup]) -> dict[str, Fetching]:
+    """Inverse of `write_fetching`."""
+    return {
+        one.digest: Fetching(
+            frozenset(one.samples), one.total, one.fetched, frozenset(blob.hex() for blob in one.unavailable)
+        )
+        for one in fetching
+    }
+
+
 def write_state(state: FeedState) -> pb.RankState:
     """Encode the part of a rank's state that is in `FeedState`: its world, held samples, and applied or begun work.
 
@@ -76,6 +112,7 @@ def write_state(state: FeedState) -> pb.RankState:
         rank=state.rank,
         world_size=state.world_size,
         held=write_sample_listing(state.held),
+        fetching=write_fetching(state.fetching),
     )
     if state.holding is not None:
         message.holding.CopyFrom(write_token(state.holding))
@@ -122,9 +159,12 @@ def read_checkpoint_progress(message: pb.CheckpointWrite) -> WriteProgress:
     )
 
 
-def write_payload(groups: Iterable[tuple[Group, frozenset[int]]]) -> bytes:
-    """Encode groups for a feed, each with only the samples whose indexes are given; inverse of `read_payload`."""
-    return pb.FeedPayload(groups=[_part(group, samples) for group, samples in groups]).SerializeToString()
+def write_payload(groups: Iterable[tuple[Group, frozenset[int]]], holders: Collection[str] = ()) -> bytes:
+    """Encode groups for a feed, each with only the samples whose indexes are given; inverse of `read_payload`.
+
+    `holders`: the nodes whose blob stores have their media.
+    """
+    return pb.FeedPayload(groups=[_part(group, samples, holders) for group, samples in groups]).SerializeToString()
 
 
 def read_payload(header: pb.FeedHeader, data: bytes) -> Mapping[str, TrainGroup]:
@@ -148,17 +188,26 @@ def read_payload(header: pb.FeedHeader, data: bytes) -> Mapping[str, TrainGroup]
     return groups
 
 
-def sample_digest(token_ids: bytes, logprobs: bytes, reward: float, *, masked: bool, observed: bytes = b"") -> bytes:
+def sample_digest(
+    token_ids: bytes,
+    logprobs: bytes,
+    reward: float,
+    *,
+    masked: bool,
+    observed: bytes = b"",
+    media: tuple[Medium, ...] = (),
+) -> bytes:
     """Compute `gcore.types.Sample.digest` from a sample's encoded bytes, without decoding them."""
     h = hashlib.sha256(struct.pack("<I", len(token_ids) // 4))
     h.update(token_ids)
     h.update(logprobs)
     h.update(struct.pack("<f?", reward, masked))
     h.update(observed)
+    h.update(media_bytes(media))
     return h.digest()
 
 
-def _part(group: Group, samples: frozenset[int]) -> pb.GroupPart:
+def _part(group: Group, samples: frozenset[int], holders: Collection[str]) -> pb.GroupPart:
     return pb.GroupPart(
         ref=pb.PromptRef(data_epoch=group.ref.data_epoch, shard=group.ref.shard, seq=group.ref.seq),
         digest=group.digest(),
@@ -173,12 +222,40 @@ def _part(group: Group, samples: frozenset[int]) -> pb.GroupPart:
                 finish_reason=group.samples[index].finish_reason,
                 masked=group.samples[index].masked,
                 observed=np.asarray(group.samples[index].observed, dtype="<i4").tobytes(),
+                media=[_medium(medium) for medium in group.samples[index].media],
             )
             for index in sorted(samples)
         ],
         temperature=group.temperature,
         baseline=group.baseline,
+        media=[_medium(medium) for medium in group.media],
+        holders=sorted(holders) if group.all_media else [],
     )
+
+
+def _medium(medium: Medium) -> pb.Medium:
+    return pb.Medium(
+        kind=medium.kind,
+        sha256=bytes.fromhex(medium.sha256),
+        size=medium.size,
+        shape=medium.shape,
+        dtype=medium.dtype,
+    )
+
+
+def _media(media: Iterable[pb.Medium], where: str) -> tuple[Medium, ...]:
+    """Decode media. Raises FeedDamaged."""
+    found = []
+    for number, one in enumerate(media):
+        if one.kind not in get_args(MediumKind) or len(one.sha256) != hashlib.sha256().digest_size or not one.size:
+            raise FeedDamaged(
+                f"medium {number} has kind {one.kind[:40]!r}, a hash of {len(one.sha256)} bytes and {one.size} bytes; it "
+                "needs a known kind, a SHA-256 and a size",
+                where=where,
+            )
+        kind = cast(MediumKind, one.kind)
+        found.append(Medium(kind, one.sha256.hex(), one.size, tuple(one.shape), one.dtype))
+    return tuple(found)
 
 
 def _group(part: pb.GroupPart, sender: str) -> TrainGroup:
@@ -194,8 +271,8 @@ def _group(part: pb.GroupPart, sender: str) -> TrainGroup:
         raise FeedDamaged(
             f"the reward baseline of the group, from the flow, is {baseline}; it must be finite", where=where
         )
-    digests = list(part.sample_digests)
-    if group_digest(ref, tuple(prompt_ids.tolist()), digests, part.temperature, baseline) != part.digest:
+    digests, media = list(part.sample_digests), _media(part.media, where)
+    if group_digest(ref, tuple(prompt_ids.tolist()), digests, part.temperature, baseline, media) != part.digest:
         raise FeedDamaged("the digest does not match the prompt and the samples' digests", where=where)
     samples = {}
     for sample in part.samples:
@@ -204,7 +281,8 @@ def _group(part: pb.GroupPart, sender: str) -> TrainGroup:
                 f"sample {sample.index} does not exist; there are {len(part.sample_digests)}", where=where
             )
         samples[sample.index] = _sample(sample, part.sample_digests[sample.index], where)
-    return TrainGroup(ref, part.digest, prompt_ids, samples, part.temperature, baseline)
+    holders = frozenset(part.holders)
+    return TrainGroup(ref, part.digest, prompt_ids, samples, part.temperature, baseline, media, holders)
 
 
 def _sample(sample: pb.SamplePart, digest: bytes, where: str) -> TrainSample:
@@ -214,8 +292,9 @@ def _sample(sample: pb.SamplePart, digest: bytes, where: str) -> TrainSample:
             "log-probabilities; both must have 4 bytes for each token",
             where=where,
         )
+    media = _media(sample.media, f"{where}, sample {sample.index}")
     own = sample_digest(
-        sample.token_ids, sample.logprobs, sample.reward, masked=sample.masked, observed=sample.observed
+        sample.token_ids, sample.logprobs, sample.reward, masked=sample.masked, observed=sample.observed, media=media
     )
     if own != digest:
         raise FeedDamaged(f"sample {sample.index} does not match its digest", where=where)
@@ -223,7 +302,8 @@ def _sample(sample: pb.SamplePart, digest: bytes, where: str) -> TrainSample:
     if not (np.isfinite(logprobs).all() and math.isfinite(sample.reward)):
         raise FeedDamaged(f"sample {sample.index} has a log-probability or reward that is not finite", where=where)
     token_ids = np.frombuffer(sample.token_ids, dtype="<i4").astype(np.int32)
-    return TrainSample(token_ids, logprobs, sample.reward, sample.masked, _observed(sample, len(token_ids), where))
+    observed = _observed(sample, len(token_ids), where)
+    return TrainSample(token_ids, logprobs, sample.reward, sample.masked, observed, media)
 
 
 def _observed(sample: pb.SamplePart, count: int, where: str) -> tuple[Range, ...]:

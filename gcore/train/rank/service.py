@@ -53,6 +53,7 @@ from gcore.train.rank.messages import (
     read_token,
     read_world,
     write_checkpoint_progress,
+    write_fetching,
     write_sample_listing,
     write_saved_checkpoint,
     write_state,
@@ -113,6 +114,16 @@ class RankStatus:
         if wanted:
             self._wanted.set()
             self._wanted = asyncio.Event()
+
+    def add_blobs(self, blobs: Collection[str]) -> None:
+        """Record that these blobs (SHA-256) are verified and in the world's folder."""
+        self.state = feed.add_blobs(self.state, blobs)
+        self.show(wanted=not self.state.fetching)
+
+    def miss_blobs(self, blobs: Collection[str]) -> None:
+        """Record that no holder's store has these blobs (SHA-256)."""
+        self.state = feed.miss_blobs(self.state, blobs)
+        self.show()
 
     def reported(self, result: StepResult, content: bytes) -> None:
         """Record that the step was trained, with its report, and show it. `content`: digest of the seal's content."""
@@ -191,15 +202,18 @@ class TrainRankService(train_pb2_grpc.TrainRankServicer):
         begin: Callable[[StepInput], None],
         begin_part: Callable[[StepPartInput], None],
         rest: Callable[[Collection[str]], Awaitable[None]],
+        received: Callable[[], None] = lambda: None,
     ) -> None:
         """`begin` and `begin_part` pass a step or a part to the training thread and return at once.
 
-        `rest` releases the given memory parts, restores all others, and returns when that is done.
+        `rest` releases the given memory parts, restores all others, and returns when that is done. `received` is called
+        after samples have arrived, which may lack blobs (`FeedState.wanted`).
         """
         self._board = board
         self._begin = begin
         self._begin_part = begin_part
         self._rest = rest
+        self._received = received
 
     async def Feed(self, request_iterator: AsyncIterator[pb.FeedChunk], context: CONTEXT) -> pb.FeedReply:
         """Receive samples for one step attempt (token), in chunks; reply which samples the rank now holds for it."""
@@ -228,8 +242,11 @@ class TrainRankService(train_pb2_grpc.TrainRankServicer):
             self._board.state = answer.state
             held = sum(len(samples) for samples in answer.state.held.values())
             self._board.show(wanted=held >= header.share)
+            self._received()
         state = self._board.state
-        return pb.FeedReply(held=write_sample_listing(state.held) if state.holding == token else [])
+        if state.holding != token:
+            return pb.FeedReply()
+        return pb.FeedReply(held=write_sample_listing(state.held), fetching=write_fetching(state.fetching))
 
     async def Apply(self, request: pb.ApplyRequest, context: CONTEXT) -> pb.ApplyReply:
         """Begin to train a sealed step; the result arrives with `Watch`. A repeated request does nothing."""

@@ -12,9 +12,22 @@ from hypothesis import strategies as st
 
 from gcore.api.v1 import train_pb2 as pb
 from gcore.train.rank.messages import FeedDamaged, read_payload, sample_digest, write_payload
-from gcore.types import Group, PromptRef, Sample, Version, VersionSpan
+from gcore.types import Group, Medium, PromptRef, Sample, TokenOutput, Version, VersionSpan
 
 floats = st.floats(-50, 50, width=32)
+
+
+media = st.lists(
+    st.builds(
+        Medium,
+        st.sampled_from(["picture", "trajectory", "embeds", "decoded"]),
+        st.binary(min_size=32, max_size=32).map(bytes.hex),
+        st.integers(1, 2**40),
+        st.lists(st.integers(0, 2**32), max_size=4).map(tuple),
+        st.sampled_from(["uint8", "float32"]),
+    ),
+    max_size=3,
+).map(tuple)
 
 
 @st.composite
@@ -22,7 +35,8 @@ def samples(draw: st.DrawFn) -> Sample:
     ids = draw(st.lists(st.integers(0, 2**31 - 1), max_size=12))
     logprobs = [draw(floats) for _ in ids]
     spans = (VersionSpan(Version(0, 0), 0, len(ids)),)
-    return Sample(tuple(ids), tuple(logprobs), "", "stop", spans, draw(floats), masked=draw(st.booleans()))
+    output = TokenOutput(tuple(ids), tuple(logprobs), "", spans, media=draw(media))
+    return Sample(output=output, finish_reason="stop", reward=draw(floats), masked=draw(st.booleans()))
 
 
 groups = st.builds(
@@ -32,11 +46,19 @@ groups = st.builds(
     st.lists(samples(), min_size=1, max_size=4).map(tuple),
     temperature=st.floats(0.125, 8, width=32),
     baseline=st.none() | floats,
+    media=media,
 )
+
+
+def named(media: tuple[Medium, ...]) -> list[pb.Medium]:
+    return [
+        pb.Medium(kind=m.kind, sha256=bytes.fromhex(m.sha256), size=m.size, shape=m.shape, dtype=m.dtype) for m in media
+    ]
 
 
 def part(group: Group) -> pb.GroupPart:
     return pb.GroupPart(
+        media=named(group.media),
         ref=pb.PromptRef(data_epoch=group.ref.data_epoch, shard=group.ref.shard, seq=group.ref.seq),
         digest=group.digest(),
         prompt_ids=np.asarray(group.prompt_ids, dtype="<i4").tobytes(),
@@ -50,6 +72,7 @@ def part(group: Group) -> pb.GroupPart:
                 logprobs=np.asarray(sample.logprobs, dtype="<f4").tobytes(),
                 reward=sample.reward,
                 masked=sample.masked,
+                media=named(sample.media),
             )
             for index, sample in enumerate(group.samples)
         ],
@@ -64,15 +87,18 @@ def read(*parts: pb.GroupPart) -> object:
 @given(groups, st.data())
 def test_a_feed_brings_the_samples_that_it_was_made_of_and_no_others(group: Group, data: st.DataObject) -> None:
     wanted = data.draw(st.frozensets(st.integers(0, len(group.samples) - 1)))
-    payload = write_payload([(group, wanted)])
+    payload = write_payload([(group, wanted)], ("b", "a"))
     header = pb.FeedHeader(total_bytes=len(payload), sha256=hashlib.sha256(payload).digest(), sender="s")
     (found,) = read_payload(header, payload).values()
     assert (found.ref, found.digest, found.temperature) == (group.ref, group.digest(), group.temperature)
     assert found.baseline == group.baseline
     assert tuple(found.prompt_ids.tolist()) == group.prompt_ids
+    assert found.media == group.media
+    assert found.holders == ({"a", "b"} if group.all_media else set())
     assert found.samples.keys() == wanted
     for index, held in found.samples.items():
         sent = group.samples[index]
+        assert held.media == sent.media
         assert (tuple(held.token_ids.tolist()), held.masked) == (sent.token_ids, sent.masked)
         assert (held.logprobs.tolist(), held.reward) == (list(sent.logprobs), sent.reward)
 
@@ -98,7 +124,8 @@ def test_another_baseline_is_another_group() -> None:
 def test_the_digest_of_bytes_is_the_digest_of_the_sample(sample: Sample) -> None:
     ids = np.asarray(sample.token_ids, dtype="<i4").tobytes()
     logprobs = np.asarray(sample.logprobs, dtype="<f4").tobytes()
-    assert sample_digest(ids, logprobs, sample.reward, masked=sample.masked) == sample.digest()
+    own = sample_digest(ids, logprobs, sample.reward, masked=sample.masked, media=sample.media)
+    assert own == sample.digest()
 
 
 GROUP = Group(
@@ -109,6 +136,9 @@ GROUP = Group(
         for n in range(2)
     ),
 )
+
+
+PICTURE = Medium("picture", "ab" * 32, 300, (16, 32, 3), "uint8")
 
 
 def damaged(what: str) -> pb.GroupPart:
@@ -136,12 +166,39 @@ def damaged(what: str) -> pb.GroupPart:
             message.samples[1].index = 2
         case "lengths":
             message.samples[0].logprobs = message.samples[0].logprobs[:-4]
+        case "another picture":
+            message.media.extend(named((PICTURE,)))
+        case "another picture of a sample":
+            message.samples[0].media.extend(named((PICTURE,)))
+        case "kind":
+            message.media.extend(named((PICTURE._replace(kind="film"),)))  # type: ignore[arg-type]
+            message.digest = replace(GROUP, media=(PICTURE._replace(kind="film"),)).digest()  # type: ignore[arg-type]
+        case "hash":
+            message.media.add(kind="picture", sha256=b"short", size=1, shape=[1], dtype="uint8")
+        case "empty":
+            message.media.extend(named((PICTURE._replace(size=0),)))
+            message.digest = replace(GROUP, media=(PICTURE._replace(size=0),)).digest()
     return message
 
 
 @pytest.mark.parametrize(
     "what",
-    ["digest", "prompt", "no prompt", "baseline", "ref", "token", "logprob", "reward", "swapped", "index", "lengths"],
+    [
+        *(
+            "digest",
+            "prompt",
+            "no prompt",
+            "baseline",
+            "ref",
+            "token",
+            "logprob",
+            "reward",
+            "swapped",
+            "index",
+            "lengths",
+        ),
+        *("another picture", "another picture of a sample", "kind", "hash", "empty"),
+    ],
 )
 def test_a_damaged_group_is_refused(what: str) -> None:
     with pytest.raises(FeedDamaged):

@@ -27,6 +27,7 @@ from controllers.rules.actions import (
     BeginEpoch,
     CommitStep,
     FeedRank,
+    FindBlobs,
     GiveUpBatch,
     JoinJob,
     MakeSeal,
@@ -74,6 +75,7 @@ from gcore.ledger.records.chain import (
     LogEntry,
     Member,
     Offer,
+    Seal,
     SourceTally,
 )
 from gcore.ledger.records.job import (
@@ -87,6 +89,7 @@ from gcore.ledger.records.job import (
 )
 from gcore.ledger.selection import SealStep, refs_in_order, sealed_group
 from gcore.ledger.transactions import Versioned
+from gcore.train.rank.feed import Fetching
 from gcore.types import PromptRef, Token, Version
 
 SPEC = parse_spec(
@@ -292,6 +295,46 @@ def test_my_groups_are_fed_to_every_rank_that_lacks_them() -> None:
     with_one = with_fed_ranks(view, seal, (0,))
     assert {a.rank for a in actions(view) if isinstance(a, FeedRank)} == {0, 1}
     assert {a.rank for a in actions(with_one) if isinstance(a, FeedRank)} == {1}
+
+
+def with_fetching_ranks(view: JobView, seal: Seal, fetched: int, unavailable: frozenset[str] = frozenset()) -> JobView:
+    """Every rank has received all samples of the seal, without all their blobs."""
+    fetching = {
+        group.digest: Fetching(frozenset(range(len(group.response_tokens))), 100, fetched, unavailable)
+        for group in seal.groups
+    }
+    ranks = {rank: RankView(rank, holding=seal.token, fetching=fetching) for rank in range(seal.world_size)}
+    return replace(view, ranks=ranks)
+
+
+def test_samples_whose_blobs_a_rank_fetches_are_not_sent_again_and_not_ready() -> None:
+    view, seal = with_sealed_step(running(), holder=ME)
+    view = replace(view, holdings={g.ref: offered_group(g.ref) for g in seal.groups})
+    assert not {FeedRank, FindBlobs, MarkBatchReady} & kinds(with_fetching_ranks(view, seal, 10))
+
+
+def test_each_fetched_byte_restarts_the_transfer_timeout() -> None:
+    view, seal = with_sealed_step(running(), holder=PEER)
+    conditions = [
+        {
+            intent.condition
+            for intent in decide(with_fetching_ranks(view, seal, fetched))
+            if intent.after == EXCHANGE_LIMIT_S
+        }
+        for fetched in (0, 10)
+    ]
+    assert [len(one) for one in conditions] == [1, 1]
+    assert conditions[0] != conditions[1]
+
+
+def test_the_holder_looks_for_a_blob_that_a_rank_finds_in_no_store() -> None:
+    lost = frozenset({"ab" * 32})
+    view, seal = with_sealed_step(running(), holder=ME)
+    mine = replace(view, holdings={g.ref: offered_group(g.ref) for g in seal.groups})
+    found = {a.rank for a in actions(with_fetching_ranks(mine, seal, 10, lost)) if isinstance(a, FindBlobs)}
+    assert found == set(range(seal.world_size))
+    theirs, seal = with_sealed_step(running(), holder=PEER)
+    assert FindBlobs not in kinds(with_fetching_ranks(theirs, seal, 10, lost))
 
 
 def test_a_lost_holder_does_no_harm_once_every_rank_holds_its_part() -> None:
