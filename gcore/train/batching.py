@@ -15,18 +15,28 @@ temperature is that of the sample's group (all samples of one prompt).
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from gcore.config.train import TrainSpec
 from gcore.errors import DataError
 from gcore.ledger.balance import SampleSlot
+from gcore.models.vision import (
+    PictureProcessor,
+    PictureTensors,
+    PositionCounter,
+    TokenCounter,
+    image_token_id,
+    picture_arguments,
+    type_argument,
+)
 from gcore.train.backends.sequence_parallel import ALONE, SequenceGroup
 from gcore.train.packing import CutSettings, MicroPlan, MiniBatchPlan, Packing, Rectangle, plan_step
 from gcore.train.rank.feed import StepInput, TrainGroup, TrainSample
@@ -36,14 +46,19 @@ PIECE = 1 << 22
 
 
 def token_logprobs(
-    logits: Tensor, targets: Tensor, temperature: Tensor | None, *, entropic: bool = False
+    logits: Tensor,
+    targets: Tensor,
+    temperature: Tensor | None,
+    *,
+    entropic: bool = False,
+    forbidden: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each row's target under softmax(logits / temperature), and the entropy of that softmax in
     nats.
 
-    `logits` [n, vocabulary], `targets` [n] int64, `temperature` [n] float32 or None for 1. Returns two [n], float32 (or
-    float64, if the logits are). The gradient flows through the log-probabilities, and through the entropies if
-    `entropic`.
+    `logits` [n, vocabulary], `targets` [n] int64, `temperature` [n] float32 or None for 1. `forbidden` [k] int64: token
+    IDs whose logits count as minus infinity. Returns two [n], float32 (or float64, if the logits are). The gradient
+    flows through the log-probabilities, and through the entropies if `entropic`.
 
     With a vocabulary of 150k, logits are by far the largest tensor of a step. They are stored once, in the model's
     dtype, and float32 values are computed a few rows at a time: forward stores the log-sum-exp of each row, and
@@ -51,7 +66,7 @@ def token_logprobs(
     """
     if temperature is not None:
         temperature = temperature.to(_precise(logits.dtype))
-    found: tuple[Tensor, Tensor] = _TokenLogprobs.apply(logits, targets, temperature, entropic)
+    found: tuple[Tensor, Tensor] = _TokenLogprobs.apply(logits, targets, temperature, entropic, forbidden)
     return found
 
 
@@ -64,37 +79,43 @@ def _pieces(logits: Tensor) -> list[slice]:
     return [slice(start, start + rows) for start in range(0, logits.shape[0], rows)]
 
 
-def _scaled(logits: Tensor, temperature: Tensor | None, piece: slice) -> Tensor:
+def _scaled(logits: Tensor, temperature: Tensor | None, forbidden: Tensor | None, piece: slice) -> Tensor:
     part = logits[piece].to(_precise(logits.dtype))
-    return part if temperature is None else part / temperature[piece, None]
+    part = part if temperature is None else part / temperature[piece, None]
+    return part if forbidden is None else part.index_fill(1, forbidden, -torch.inf)
 
 
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, targets: Tensor, temperature: Tensor | None, entropic: bool
+        ctx: Any,
+        logits: Tensor,
+        targets: Tensor,
+        temperature: Tensor | None,
+        entropic: bool,
+        forbidden: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         logp = torch.empty(logits.shape[0], dtype=_precise(logits.dtype), device=logits.device)
         total, entropy = torch.empty_like(logp), torch.empty_like(logp)
         for piece in _pieces(logits):
-            part = _scaled(logits, temperature, piece)
+            part = _scaled(logits, temperature, forbidden, piece)
             total[piece] = torch.logsumexp(part, dim=-1)
             logp[piece] = part.gather(1, targets[piece, None])[:, 0] - total[piece]
             weights = (part - total[piece, None]).exp_()
             # For a token that the model forbids with -inf, 0 · -inf would be NaN; its contribution is 0.
             entropy[piece] = total[piece] - weights.mul_(part).nan_to_num_(nan=0.0).sum(dim=-1)
-        ctx.save_for_backward(logits, targets, temperature, total, entropy if entropic else None)
+        ctx.save_for_backward(logits, targets, temperature, total, entropy if entropic else None, forbidden)
         if not entropic:
             ctx.mark_non_differentiable(entropy)
         return logp, entropy
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        logits, targets, temperature, total, entropy = ctx.saved_tensors
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None]:
+        logits, targets, temperature, total, entropy, forbidden = ctx.saved_tensors
         out = torch.empty_like(logits)
         for piece in _pieces(logits):
             scale = gradients[0][piece] if temperature is None else gradients[0][piece] / temperature[piece]
-            logp = _scaled(logits, temperature, piece).sub(total[piece, None])
+            logp = _scaled(logits, temperature, forbidden, piece).sub(total[piece, None])
             if entropy is None:
                 part = logp.exp_().mul_(-scale[:, None])
             else:
@@ -105,7 +126,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 part = torch.where(weights == 0, 0.0, -weights * bent)
             part.scatter_add_(1, targets[piece, None], scale[:, None])
             out[piece] = part
-        return out, None, None, None
+        return out, None, None, None, None
 
 
 DUMMY = Rectangle(1, 2)
@@ -118,6 +139,9 @@ class ModelInputs:
     `tokens`: packed, [1, t] with `positions` [1, t] in their sequences; or padded rows [b, t] with `positions` None.
     With sequence parallelism the t tokens and the logits are those of this rank's slice of the row. Logits are computed for the columns `columns` [c] int64, which gives [b·c] rows; of these, `rows` [n] int64 are kept
     (None: all). `rectangles`: how the tokens of the whole row are split into sequences (`gcore.train.packing`).
+
+    Models that count positions in three dimensions get `positions` [3, 1, t] or [3, b, t]. `pictures`: None for jobs
+    without pictures. `forbidden` [k] int64: token IDs whose logits count as minus infinity; None: none.
     """
 
     tokens: Tensor
@@ -125,6 +149,21 @@ class ModelInputs:
     rectangles: tuple[Rectangle, ...]
     columns: Tensor
     rows: Tensor | None
+    pictures: PictureInputs | None = None
+    forbidden: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PictureInputs:
+    """The pictures of a forward pass.
+
+    `arguments`: of the model's forward, with each distinct picture once. `places`: for each occurrence of a picture in
+    the tokens, in order, its number among them; empty if no token is of a picture (then `arguments` has a dummy, so
+    that all ranks run the vision tower).
+    """
+
+    arguments: Mapping[str, Tensor]
+    places: tuple[int, ...]
 
 
 LogitsOf = Callable[[ModelInputs], Tensor]
@@ -197,6 +236,88 @@ class Feeding:
     vocabulary: int
     device: torch.device
     group: SequenceGroup = ALONE
+    forbidden: Tensor | None = None
+    """Token IDs [k] int64 that stand for media: their logits count as minus infinity. None: a text model."""
+    vision: VisionFeeding | None = None
+    """Provides the pictures of samples; None: the job has none."""
+
+
+class VisionFeeding:
+    """Provides the pictures of samples, and positions, to a vision-language model."""
+
+    def __init__(self, module: nn.Module, processor: PictureProcessor, blobs: Path) -> None:
+        """`blobs`: the folder with the pictures, named by SHA-256."""
+        model: Any = module
+        self._processor = processor
+        self._blobs = blobs
+        self._positions = PositionCounter(module)
+        self._counter = TokenCounter(module)
+        self.image_token = image_token_id(model.config)
+        self._type_name = type_argument(module)
+        self.dummy = processor.noise(32, 32)
+        """A picture for passes without any."""
+        self.trials = ((processor.noise(64, 64),), (processor.noise(64, 64), processor.noise(96, 64)))
+        """Pictures of sequences with one and with two pictures, for the test of packing."""
+        self.count(self.dummy)  # while the module is complete
+
+    def row(self, row: _Row) -> RowPictures:
+        """The pictures and positions of a sample with its prompt. Raises DataError if a picture cannot be read, or if
+        the tokens have another number of placeholders than the pictures need.
+        """
+        names = tuple(one.sha256 for one in (*row.group.media, *row.sample.media) if one.kind == "picture")
+        read = [self._processor.read(name, self._blobs / name) for name in names]
+        ids = np.concatenate([row.group.prompt_ids, row.sample.token_ids])
+        return self.sequence(ids, names, read, f"prompt {row.group.ref}")
+
+    def sequence(
+        self, ids: NDArray[np.int32], names: Sequence[str], read: Sequence[PictureTensors], where: str
+    ) -> RowPictures:
+        """The pictures and positions of the tokens `ids` [n]. `names`: distinct for distinct pictures. `where`: for
+        errors. Raises DataError like `row`.
+        """
+        expected, found = sum(map(self.count, read)), int((ids == self.image_token).sum())
+        if expected != found:
+            raise DataError(
+                f"the tokens have {found} placeholders, but the {len(read)} pictures need {expected}",
+                where=where,
+                fix="Use the processor and engine of the trained model",
+            )
+        grids = [one.grid for one in read if one.grid is not None]
+        positions = self._positions.count(ids.tolist(), grids)[0].numpy() if self._positions.three and read else None
+        return RowPictures(tuple(names), tuple(read), positions)
+
+    def count(self, picture: PictureTensors) -> int:
+        """The number of placeholders of a picture."""
+        return self._counter.count(picture)
+
+    def inputs(self, rows: Sequence[RowPictures], tokens: Tensor) -> PictureInputs:
+        """The pictures of a forward pass with these sequences, in order. `tokens`: as in `ModelInputs`."""
+        numbers: dict[str, int] = {}
+        distinct: list[PictureTensors] = []
+        for row in rows:
+            for name, picture in zip(row.names, row.pictures, strict=True):
+                if name not in numbers:
+                    numbers[name] = len(distinct)
+                    distinct.append(picture)
+        arguments = picture_arguments(distinct or [self.dummy], tokens.device)
+        if self._type_name:
+            arguments[self._type_name] = (tokens == self.image_token).long()
+        places = tuple(numbers[name] for row in rows for name in row.names)
+        return PictureInputs(arguments, places)
+
+    @property
+    def three(self) -> bool:
+        """Whether the model counts positions in three dimensions."""
+        return self._positions.three
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowPictures:
+    """The pictures of a sequence. `names`: SHA-256 of each. `positions` [3, n] int64; None: those of text."""
+
+    names: tuple[str, ...] = ()
+    pictures: tuple[PictureTensors, ...] = ()
+    positions: NDArray[np.int64] | None = None
 
 
 def make_batch(work: StepInput, plan: MicroPlan, feeding: Feeding) -> MicroBatch:
@@ -221,7 +342,8 @@ def score_batch(logits_of: LogitsOf, batch: MicroBatch, *, entropic: bool = Fals
 
     A collective of the sequence group. The caller enables or disables gradients. `entropic`: whether the gradient also flows through the entropies.
     """
-    logp, entropy = token_logprobs(logits_of(batch.inputs), batch.targets, batch.temperature, entropic=entropic)
+    logits, forbidden = logits_of(batch.inputs), batch.inputs.forbidden
+    logp, entropy = token_logprobs(logits, batch.targets, batch.temperature, entropic=entropic, forbidden=forbidden)
     return Scores(batch.spread(logp), batch.spread(entropy))
 
 
@@ -254,6 +376,7 @@ def _tensors(
         logprobs[number, : len(row.sample.logprobs)] = row.sample.logprobs
     logprobs[~scored] = 0.0  # for observed tokens, which were not sampled
     _check(tokens, rows, slots, feeding.vocabulary)
+    pictures = [] if feeding.vision is None else [feeding.vision.row(row) for row in rows]
     where, counts = np.flatnonzero(scored), scored[: len(rows)].sum(axis=1)
     scale = np.array([row.group.temperature for row in rows], dtype=np.float32).repeat(counts)
     # A token is predicted by the one before it; `where % width` counts a response's tokens.
@@ -271,7 +394,7 @@ def _tensors(
 
     return MicroBatch(
         slots,
-        _inputs(tokens, columns[own], rectangles, feeding),
+        _inputs(tokens, columns[own], rectangles, pictures, feeding),
         put(tokens[np.minimum(columns[own] + 1, computed - 1)]),
         None if bool((scale == 1.0).all()) else put(scale[own]),
         put(where),
@@ -319,29 +442,61 @@ def _starts(rectangles: Sequence[Rectangle]) -> list[int]:
 
 
 def _inputs(
-    tokens: NDArray[np.int64], scored: NDArray[np.int64], rectangles: tuple[Rectangle, ...], feeding: Feeding
+    tokens: NDArray[np.int64],
+    scored: NDArray[np.int64],
+    rectangles: tuple[Rectangle, ...],
+    pictures: Sequence[RowPictures],
+    feeding: Feeding,
 ) -> ModelInputs:
-    """Build the model's inputs. `tokens` [t]: all rows end to end. `scored` [n]: offsets whose logits this rank computes."""
-    device = feeding.device
+    """Build the model's inputs. `tokens` [t]: all rows end to end. `scored` [n]: offsets whose logits this rank computes.
+    `pictures`: of each row that is a sample; empty for text models.
+    """
+    device, vision = feeding.device, feeding.vision
+    positions = token_positions(rectangles, pictures, three=vision is not None and vision.three)
     if feeding.packing == "packed":
         own = feeding.group.slice_of(len(tokens))
-        positions = np.concatenate([np.tile(np.arange(one.length), one.rows) for one in rectangles])
-        cut = [torch.from_numpy(one[own]).to(device).unsqueeze(0) for one in (tokens, positions)]
-        return ModelInputs(cut[0], cut[1], rectangles, torch.from_numpy(scored - own.start).to(device), None)
-    flat = torch.from_numpy(tokens).to(device)
+        row = torch.from_numpy(tokens[own]).to(device).unsqueeze(0)
+        places = torch.from_numpy(positions[..., own]).to(device).unsqueeze(-2)
+        columns = torch.from_numpy(scored - own.start).to(device)
+        return ModelInputs(
+            row,
+            places,
+            rectangles,
+            columns,
+            None,
+            None if vision is None else vision.inputs(pictures, row),
+            feeding.forbidden,
+        )
     (one,) = rectangles
-    row, column = np.divmod(scored, one.length)
+    padded = torch.from_numpy(tokens).to(device).view(one.rows, one.length)
+    number, column = np.divmod(scored, one.length)
     first, last = int(column.min()), int(column.max())
     window = last + 1 - first
-    rows = row * window + (column - first)
+    rows = number * window + (column - first)
     everything = len(rows) == one.rows * window and bool((rows == np.arange(len(rows))).all())
     return ModelInputs(
-        flat.view(one.rows, one.length),
-        None,
+        padded,
+        None if vision is None else torch.from_numpy(positions).to(device).unflatten(-1, (one.rows, one.length)),
         rectangles,
         torch.arange(first, last + 1, device=device),
         None if everything else torch.from_numpy(rows).to(device),
+        None if vision is None else vision.inputs(pictures, padded),
+        feeding.forbidden,
     )
+
+
+def token_positions(
+    rectangles: tuple[Rectangle, ...], pictures: Sequence[RowPictures], *, three: bool
+) -> NDArray[np.int64]:
+    """The position of each token in its sequence: [t], or [3, t] if the model counts in `three` dimensions."""
+    plain = np.concatenate([np.tile(np.arange(one.length), one.rows) for one in rectangles])
+    if not three:
+        return plain
+    positions = np.repeat(plain[None], 3, axis=0)
+    for start, row in zip(_starts(rectangles), pictures, strict=False):  # padding rows have none
+        if row.positions is not None:
+            positions[:, start : start + row.positions.shape[1]] = row.positions
+    return positions
 
 
 class BatchIndex(NamedTuple):

@@ -85,7 +85,7 @@ def load_backbone(folder: Path, *, trust_remote_code: bool) -> nn.Module:
     before = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()  # a missing output layer and an unknown head are expected
     try:
-        module: Any = load_module(folder, torch.float32, trust_remote_code=trust_remote_code)
+        module: Any = load_module(folder, torch.float32, trust_remote_code=trust_remote_code, headless=True)
     finally:
         transformers_logging.set_verbosity(before)
     check_names(folder, module, part=module.base_model_prefix)

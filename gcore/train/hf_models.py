@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,14 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging as transformers_logging
 
 from gcore.config.train import TrainSpec
 from gcore.errors import DataError, GcoreError, first_line
+from gcore.models.checks import require_config
+from gcore.models.vision import REPEATS, auto_class, repeat_features
 from gcore.system.memory import is_out_of_memory
 from gcore.train.backends.packed_attention import PACKED
 from gcore.train.batching import LogitsOf, ModelInputs
@@ -89,26 +91,41 @@ def list_remedies(train: TrainSpec) -> dict[str, str]:
 CHECKPOINT_FIX = "Set train.activation_checkpointing: false"
 
 
-def load_module(folder: Path, dtype: torch.dtype, *, trust_remote_code: bool = False) -> nn.Module:
-    """Load the causal language model in `folder` into host memory, in evaluation mode.
+def load_module(
+    folder: Path, dtype: torch.dtype, *, trust_remote_code: bool = False, headless: bool = False
+) -> nn.Module:
+    """Load the language model in `folder` into host memory, in evaluation mode, with its vision tower if it has one.
 
-    Raises DataError if it cannot be loaded, or if its forward has no `logits_to_keep`, so that it would compute the
-    logits of all columns.
+    Raises DataError if it cannot be loaded completely, or if its forward has no `logits_to_keep`, so that it would compute the
+    logits of all columns. `headless`: weights may be missing, because only the backbone is used, whose names the caller
+    checks.
     """
     try:
         transformers_logging.disable_progress_bar()
-        module: nn.Module = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, local_files_only=True, trust_remote_code=trust_remote_code
+        module, report = auto_class(require_config(folder)).from_pretrained(
+            folder,
+            dtype=dtype,
+            local_files_only=True,
+            trust_remote_code=trust_remote_code,
+            output_loading_info=True,
         )
     except (OSError, ValueError, KeyError, ImportError, SafetensorError, StrictDataclassError) as error:
         raise DataError(f"the model cannot be loaded ({first_line(error)})", where=str(folder)) from error
+    missing = [] if headless else sorted(report["missing_keys"])
+    if missing:  # transformers would initialise these at random and only warn
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise DataError(
+            f"the model's weights lack {missing[0]}{more}", where=str(folder), fix="Copy or save the model again"
+        )
+    repeat_features(module)
     if "logits_to_keep" not in inspect.signature(module.forward).parameters:
         raise DataError(
             f"{type(module).__name__} always computes the logits of all columns (its forward has no logits_to_keep)",
             where=str(folder),
             fix="Use a model class with logits_to_keep; nearly all current ones have it",
         )
-    return module.eval()
+    loaded: nn.Module = module
+    return loaded.eval()
 
 
 def logits_of(call: Callable[..., Any]) -> LogitsOf:
@@ -119,10 +136,13 @@ def logits_of(call: Callable[..., Any]) -> LogitsOf:
     """
 
     def logits(inputs: ModelInputs) -> Tensor:
-        more = {}
+        more: dict[str, Any] = {}
         if inputs.positions is not None:
             PACKED.lay(inputs.rectangles, inputs.tokens.device)
             more["position_ids"] = inputs.positions
+        if inputs.pictures is not None:
+            REPEATS.places = inputs.pictures.places
+            more |= inputs.pictures.arguments
         out: Tensor = call(input_ids=inputs.tokens, use_cache=False, logits_to_keep=inputs.columns, **more).logits
         flat = out.flatten(0, 1)
         return flat if inputs.rows is None else flat.index_select(0, inputs.rows)
@@ -198,6 +218,19 @@ def parameter_groups(module: nn.Module, weight_decay: float) -> list[dict[str, A
     return [group for group in groups if group["params"]]
 
 
+def stored_names(module: nn.Module, parameters: Mapping[str, Tensor]) -> dict[str, str]:
+    """The names under which transformers saves these parameters, by their own names. Parameters that it would split or
+    join have none.
+    """
+    empty = {name: torch.empty_like(one, device="meta") for name, one in parameters.items()}
+    own = {id(one): name for name, one in empty.items()}
+    try:
+        written = revert_weight_conversion(module, dict(empty))
+    except (RuntimeError, ValueError, TypeError, KeyError, NotImplementedError):  # of converters, which need the values
+        return {}
+    return {own[id(one)]: name for name, one in written.items() if id(one) in own}
+
+
 def check_names(folder: Path, module: nn.Module, *, part: str = "") -> None:
     """Check that every parameter has the same name in the weight files of `folder`. Raises DataError if one has not.
 
@@ -213,8 +246,12 @@ def check_names(folder: Path, module: nn.Module, *, part: str = "") -> None:
             stored = set(file.keys())
     else:
         return
-    names = (name for name, _ in module.named_parameters() if name.startswith(f"{part}." if part else ""))
-    unknown = sorted(name for name in names if name not in stored)
+    wanted = {name: one for name, one in module.named_parameters() if name.startswith(f"{part}." if part else "")}
+    unknown = sorted(wanted.keys() - stored)
+    if unknown:
+        # transformers renames some vision-language models as a whole when it loads them; it loads both names.
+        written = stored_names(module, wanted)
+        unknown = [name for name in unknown if written.get(name) not in stored]
     if unknown:
         raise DataError(
             f"{len(unknown)} parameters of {type(module).__name__} have other names in the files, for example {unknown[0]}",

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -22,11 +24,20 @@ from gcore.config.train import CriticSpec, TrainSpec
 from gcore.errors import DataError
 from gcore.models.dtypes import model_dtype
 from gcore.models.layout import critic_folder
+from gcore.models.vision import (
+    REPEATS,
+    PictureProcessor,
+    has_vision,
+    media_token_ids,
+    picture_arguments,
+    set_text_attention,
+    text_attention,
+)
 from gcore.train.backends.adapters import BaseReference, add_adapters, load_adapters
 from gcore.train.backends.base import OptimizerSettings, TrainBackend, forward_tensors
 from gcore.train.backends.packed_attention import NAME, PACKED, UnsupportedPackedAttention, attention_heads
 from gcore.train.backends.sequence_parallel import ALONE, SequenceGroup
-from gcore.train.batching import Feeding, LogitsOf, ModelInputs
+from gcore.train.batching import Feeding, LogitsOf, ModelInputs, RowPictures, VisionFeeding, token_positions
 from gcore.train.checkpoint.run_files import Highest
 from gcore.train.critic import load_backbone, make_value_model
 from gcore.train.hf_models import (
@@ -108,6 +119,7 @@ def choose_feeding(
     highest: Highest,
     *,
     beside: nn.Module | None = None,
+    vision: VisionFeeding | None = None,
 ) -> FeedingChoice:
     """Test whether sequences can be packed end to end in one row for this model, and set the module's attention
     accordingly.
@@ -118,6 +130,8 @@ def choose_feeding(
     `context`: maximum sequence length in tokens, if the job has a limit. `highest`: maximum of each number over the ranks.
     `beside`: another model that gets the same micro-batches; the choice holds for both. Raises DataError if the spec
     requires packing and the model does not support it.
+
+    `vision`: provides pictures; then some sequences of the test have pictures.
 
     A few short sequences go through the model one by one, with its own attention, and then together in one row of
     rectangles, with gcore's attention. Their log-probabilities must be equal. A model whose positions, attention or
@@ -130,12 +144,12 @@ def choose_feeding(
     if train.packing == "bucketed":
         return FeedingChoice("bucketed")
     every: list[Any] = [module] if beside is None else [module, beside]
-    before = [one.config._attn_implementation for one in every]
-    unfit, reason = next(((one, why) for one in every if (why := packing_obstacle(one, context))), (module, ""))
+    before = [text_attention(one) for one in every]
+    unfit, reason = next(((one, why) for one in every if (why := packing_obstacle(one, context, vision))), (module, ""))
     if any(highest([float(bool(reason))])):
         for one, own in zip(every, before, strict=True):
-            if one.config._attn_implementation != own:
-                one.set_attn_implementation(own)
+            if text_attention(one) != own:
+                set_text_attention(one, own)
         reason = reason or "another rank cannot pack it"
         if train.sequence_parallel > 1:
             raise DataError(
@@ -158,7 +172,7 @@ def _check_heads(models: Sequence[Any], size: int) -> None:
     if size == 1:
         return
     for model in models:
-        if (heads := attention_heads(model.config)[0]) % size:
+        if (heads := attention_heads(model.config.get_text_config())[0]) % size:
             raise DataError(
                 f"a {_kind(model)} has {heads} attention heads, which {size} ranks cannot share equally",
                 where="train.sequence_parallel",
@@ -166,25 +180,25 @@ def _check_heads(models: Sequence[Any], size: int) -> None:
             )
 
 
-def packing_obstacle(module: nn.Module, context: int | None) -> str:
+def packing_obstacle(module: nn.Module, context: int | None, vision: VisionFeeding | None = None) -> str:
     """Why the model cannot be packed; empty if it can. Sets gcore's attention if it can, else keeps the model's own.
 
-    `context`: maximum sequence length in tokens; None: no limit.
+    `context`: maximum sequence length in tokens; None: no limit. `vision`: provides pictures for the test.
     """
     model: Any = module
-    config = model.config
+    config = model.config.get_text_config()
     if not getattr(model, "_supports_attention_backend", False):
         return f"the attention of a {_kind(module)} cannot be replaced"
     kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     if kinds:
         return f"it has layers of type {', '.join(sorted(kinds))}"
-    before = config._attn_implementation
+    before = text_attention(model)
     limit = int(getattr(config, "max_position_embeddings", None) or 0)
     PACKED.register()
     PACKED.group = ALONE
     PACKED.context = min(context, limit) if context and limit else context or limit
     try:
-        error = _error(model, before)
+        error = _error(model, before, vision)
     except (
         UnsupportedPackedAttention,
         RuntimeError,
@@ -194,41 +208,86 @@ def packing_obstacle(module: nn.Module, context: int | None) -> str:
         KeyError,
         IndexError,
     ) as problem:
-        model.set_attn_implementation(before)
+        set_text_attention(model, before)
         return " ".join(str(problem).split())[:200]
     if error <= TOLERANCE:
         return ""
-    model.set_attn_implementation(before)
+    set_text_attention(model, before)
     return f"its log-probabilities differ by {error:.3g}"
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _TrialRow:
+    """A sequence of the packing test: its tokens [n], with the padding behind them, and its pictures."""
+
+    ids: Tensor
+    padding: int
+    pictures: RowPictures
+
+
+def _trial_rows(vocabulary: int, vision: VisionFeeding | None) -> list[tuple[Rectangle, list[_TrialRow]]]:
+    """The sequences of the packing test: random tokens, and if the job has pictures, sequences with one and with two
+    pictures of unequal size.
+    """
+    generator = torch.Generator().manual_seed(0)
+    rows = []
+    for shape, reals in ROWS:
+        block = torch.randint(0, vocabulary, (shape.rows, shape.length), generator=generator)
+        if vision is not None:
+            block[block == vision.image_token] = 0
+        made = [_TrialRow(ids, shape.length - real, RowPictures()) for ids, real in zip(block, reals, strict=True)]
+        rows.append((shape, made))
+    if vision is None:
+        return rows
+    for pictures in vision.trials:
+        around = torch.randint(0, vision.image_token or 1, (2 * len(pictures) + 3,), generator=generator).tolist()
+        ids = around[:2]
+        for number, picture in enumerate(pictures):
+            ids += [vision.image_token] * vision.count(picture) + around[2 + 2 * number : 4 + 2 * number]
+        names = [str(id(picture)) for picture in pictures]
+        found = vision.sequence(np.array(ids, dtype=np.int32), names, pictures, "the packing test")
+        rows.append((Rectangle(1, len(ids) + 1), [_TrialRow(torch.tensor([*ids, 0]), 1, found)]))
+    return rows
+
+
 @torch.no_grad()
-def _error(model: Any, before: str) -> float:
+def _error(model: Any, before: str, vision: VisionFeeding | None) -> float:
     """The largest difference between log-probabilities of packed and single sequences, relative to their size if above
     1.
 
     `before`: the model's own attention. Leaves the model with gcore's attention.
     """
-    vocabulary = vocabulary_of(model)
-    generator = torch.Generator().manual_seed(0)
-    shapes = [shape for shape, _ in ROWS]
-    rows = [torch.randint(0, vocabulary, (one.rows, one.length), generator=generator) for one in shapes]
-    model.set_attn_implementation(before)
-    alone = [
-        _logp(model(input_ids=tokens[None, :real], use_cache=False).logits[0], tokens[:real])
-        for block, (_, reals) in zip(rows, ROWS, strict=True)
-        for tokens, real in zip(block, reals, strict=True)
-    ]
-    model.set_attn_implementation(NAME)
-    every = torch.cat([block.flatten() for block in rows])
-    positions = torch.cat([torch.arange(one.length).repeat(one.rows) for one in shapes])
-    logits = logits_of(model)(ModelInputs(every[None], positions[None], tuple(shapes), torch.arange(len(every)), None))
-    found, start = [], 0
-    for shape, reals in ROWS:
-        for real in reals:
-            found.append(_logp(logits[start : start + real], every[start : start + real]))
-            start += shape.length
+    blocks = _trial_rows(vocabulary_of(model), vision)
+    rows = [row for _, made in blocks for row in made]
+    set_text_attention(model, before)
+    alone = [_alone(model, row, vision) for row in rows]
+    set_text_attention(model, NAME)
+    every = torch.cat([row.ids for row in rows])
+    shapes = tuple(shape for shape, _ in blocks)
+    pictures = [row.pictures for row in rows]
+    places = torch.from_numpy(token_positions(shapes, pictures, three=vision is not None and vision.three))
+    given = None if vision is None else vision.inputs(pictures, every[None])
+    inputs = ModelInputs(every[None], places.unsqueeze(-2), shapes, torch.arange(len(every)), None, given)
+    logits, found, start = logits_of(model)(inputs), [], 0
+    for row in rows:
+        real = len(row.ids) - row.padding
+        found.append(_logp(logits[start : start + real], row.ids[:real]))
+        start += len(row.ids)
     return max(float(((a - b).abs() / b.abs().clamp(min=1)).max()) for a, b in zip(found, alone, strict=True))
+
+
+def _alone(model: Any, row: _TrialRow, vision: VisionFeeding | None) -> Tensor:
+    """The log-probabilities of one sequence by the model itself, with its own attention and positions."""
+    ids = row.ids[None, : len(row.ids) - row.padding]
+    more: dict[str, Any] = {}
+    if row.pictures.pictures:
+        assert vision is not None
+        REPEATS.places = None
+        more = picture_arguments(row.pictures.pictures, ids.device)
+        for name in ("mm_token_type_ids", "token_type_ids"):
+            if name in inspect.signature(model.forward).parameters:
+                more[name] = (ids == vision.image_token).long()
+    return _logp(model(input_ids=ids, use_cache=False, **more).logits[0], ids[0])
 
 
 def _logp(logits: Tensor, tokens: Tensor) -> Tensor:
@@ -279,7 +338,8 @@ def load_models(
     check_names(folder, module)
     tell()
     backbone = _other_backbone(launch, module)
-    packing = choose_feeding(module, train, model.max_length, highest, beside=backbone).packing
+    vision = _vision_feeding(launch, module)
+    packing = choose_feeding(module, train, model.max_length, highest, beside=backbone, vision=vision).packing
     tell()
     original = _original(launch, module, packing) if train.kl_coef > 0 and train.lora is None else None
     if train.critic is not None and backbone is None:
@@ -298,11 +358,14 @@ def load_models(
     if packing == "packed":
         dtype = torch.bfloat16 if train.dtype == "bf16" else torch.float32
         PACKED.group = group
-        PACKED.use_fastest(module.config, dtype, device, beside=None if backbone is None else backbone.config)
+        configs: list[Any] = [one.config.get_text_config() for one in (module, backbone) if one is not None]  # type: ignore[operator, union-attr]
+        PACKED.use_fastest(configs[0], dtype, device, beside=configs[1] if len(configs) > 1 else None)
     value_model = None if backbone is None else make_value_model(backbone, _head_folder(launch))
     # Policy and critic get the same tokens, so both must support them.
     every = [vocabulary_of(module), *([] if value_model is None else [value_model.vocabulary])]
-    feeding = Feeding(packing, min(every), device, group)
+    media = media_token_ids(module.config)
+    forbidden = torch.tensor(media, device=device) if media else None
+    feeding = Feeding(packing, min(every), device, group, forbidden, vision)
     policy = _split(module, train, train, feeding)
     tell()
     reference = _reference(policy, original, train, device)
@@ -314,6 +377,19 @@ def load_models(
     critic = _split(value_model, train, train.critic, feeding)
     tell()
     return RankModels(policy, reference, critic)
+
+
+def _vision_feeding(launch: RankLaunch, module: nn.Module) -> VisionFeeding | None:
+    """What provides the pictures of samples to the models; None for a job without pictures. Raises DataError."""
+    if not launch.blob_dir:
+        return None
+    if not has_vision(module.config):
+        raise DataError(
+            f"a {_kind(module)} has no vision tower, but the prompts have pictures",
+            where=str(launch.model_path),
+            fix="Use a vision-language model, or remove data.images",
+        )
+    return VisionFeeding(module, PictureProcessor(launch.model_path), Path(launch.blob_dir))
 
 
 def _reference(
@@ -368,7 +444,8 @@ def _other_backbone(launch: RankLaunch, policy: nn.Module) -> nn.Module | None:
         return None
     folder = critic_folder(launch.checkpoint_path) if launch.checkpoint_path is not None else launch.critic_path
     module = load_backbone(folder, trust_remote_code=launch.spec.model.trust_remote_code)
-    own, needed = (int(getattr(one.config, "max_position_embeddings", None) or 0) for one in (module, policy))
+    models: list[Any] = [module, policy]
+    own, needed = (int(getattr(one.config.get_text_config(), "max_position_embeddings", None) or 0) for one in models)
     needed = min(filter(None, (needed, launch.spec.model.max_length)), default=0)
     if own and own < needed:
         raise DataError(
@@ -393,5 +470,5 @@ def _original(launch: RankLaunch, module: nn.Module, packing: Packing) -> nn.Mod
     dtype = torch.bfloat16 if launch.spec.train.dtype == "bf16" else torch.float32
     found = load_module(launch.model_path, dtype, trust_remote_code=launch.spec.model.trust_remote_code)
     if packing == "packed":
-        found.set_attn_implementation(NAME)  # type: ignore[operator]
+        set_text_attention(found, NAME)
     return found

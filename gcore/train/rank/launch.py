@@ -63,6 +63,8 @@ class RankLaunch(RecordPart):
 
     Empty: no replicas are made.
     """
+    blob_dir: str = ""
+    """Folder for the blobs of this world (pictures and other arrays), named by SHA-256. Empty: the job has none."""
 
     @model_validator(mode="after")
     def _check_world(self) -> RankLaunch:
