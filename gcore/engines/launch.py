@@ -84,6 +84,7 @@ class EngineLaunch(FrontEndLaunch):
     adapters: Annotated[dict[str, str], BeforeValidator(_named_folders)] = Field(
         {}, description="NAME=FOLDER,...: adapters that requests may name (torch engine)"
     )
+    blobs: str = Field("", description="folder of pictures that requests may name (torch engine); default: none")
 
 
 class SglangLaunch(ServerLaunch):

@@ -101,6 +101,17 @@ def prompt_key(prompt: Sequence[int]) -> bytes:
     return array("q", prompt).tobytes()
 
 
+class PicturesOfPrompt(Protocol):
+    """The pictures of a prompt, as the engine core keeps them (`gcore.engines.torch.pictures.PromptPictures`)."""
+
+    shift: int
+
+    @property
+    def key(self) -> bytes:
+        """Bytes that identify the pictures."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
     """A request for one sample. `number`: given by the engine, unique while it lives. `rid`: given by the client."""
@@ -113,12 +124,18 @@ class GenerationRequest:
     """Whether every token is delivered as soon as it is sampled."""
     adapter: int = 0
     """Number of the adapter (`gcore.models.row_adapters`); 0: the policy."""
+    pictures: PicturesOfPrompt | None = field(default=None, repr=False, compare=False)
+    """The prompt's pictures; its tokens have all their placeholders. None: it has none."""
     key: bytes = field(default=b"", repr=False, compare=False)
-    """`prompt_key` of the prompt, the same for all samples of one prompt. Bytes cache their hash; tuples do not."""
+    """`key_of` the prompt, the same for all samples of one prompt. Bytes cache their hash; tuples do not."""
 
     def __post_init__(self) -> None:
         if not self.key:
-            object.__setattr__(self, "key", prompt_key(self.prompt))
+            object.__setattr__(self, "key", self.key_of(self.prompt))
+
+    def key_of(self, tokens: Sequence[int]) -> bytes:
+        """Return bytes that identify `tokens` with this prompt's pictures: equal placeholders may mean other pictures."""
+        return prompt_key(tokens) + (b"" if self.pictures is None else self.pictures.key)
 
 
 @dataclass(frozen=True, slots=True)

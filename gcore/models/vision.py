@@ -47,6 +47,11 @@ def has_vision(config: Any) -> bool:
     return found is not None
 
 
+def has_processor(folder: Path) -> bool:
+    """Whether the model folder has an image processor."""
+    return any((folder / name).is_file() for name in ("preprocessor_config.json", "processor_config.json"))
+
+
 def auto_class(config: Any) -> Any:
     """The class of transformers that loads the model of this configuration with all its parts."""
     return AutoModelForImageTextToText if has_vision(config) else AutoModelForCausalLM

@@ -77,9 +77,19 @@ def _model(family: Family, hidden: int, layers: int, heads: int) -> Any:
         "pad_token_id": 0,
         "tie_word_embeddings": True,
     }
-    tower: dict[str, Any] = {"hidden_size": hidden, "intermediate_size": 2 * hidden, "num_attention_heads": heads, "patch_size": _PATCH}
+    tower: dict[str, Any] = {
+        "hidden_size": hidden,
+        "intermediate_size": 2 * hidden,
+        "num_attention_heads": heads,
+        "patch_size": _PATCH,
+    }
     fixed = tower | {"image_size": _SIZE, "num_hidden_layers": 1}
-    tokens: dict[str, Any] = {"image_token_id": IMAGE, "tie_word_embeddings": True, "eos_token_id": EOS, "pad_token_id": 0}
+    tokens: dict[str, Any] = {
+        "image_token_id": IMAGE,
+        "tie_word_embeddings": True,
+        "eos_token_id": EOS,
+        "pad_token_id": 0,
+    }
     if family in ("qwen3_vl", "qwen2_5_vl"):
         third = dim // 6
         section = [dim // 2 - 2 * third, third, third]

@@ -209,10 +209,12 @@ IdLists = Annotated[list[Ids], Field(fail_fast=True)]
 OneOrEach = Id | Ids
 Texts = Annotated[list[str], Field(fail_fast=True)]
 
+Picture = str | dict[str, Any]
+"""A picture of a request: base64, a data URL, the path of a blob, or `{"blob": "sha256:HEX"}`."""
+
 UNSERVED_FIELDS = frozenset(
     [
         "input_embeds",
-        "image_data",
         "video_data",
         "audio_data",
         "mm_hashes",
@@ -258,6 +260,8 @@ class _GenerateFields(BaseModel):
     return_text_in_logprobs: bool | None = None
     stream: bool | None = None
     lora_path: str | Annotated[list[str | None], Field(fail_fast=True)] | None = None
+    image_data: Picture | list[Picture] | list[list[Picture]] | None = None
+    return_prompt_token_ids: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,6 +281,10 @@ class GenerateCall:
     """Whether the response is a list, even with one sample."""
     adapters: tuple[str | None, ...]
     """Names of adapters; None: the policy."""
+    pictures: tuple[tuple[Picture, ...], ...] = ()
+    """The pictures of each prompt; empty: no prompt has any."""
+    returns_prompt: bool = False
+    """Whether each body has the prompt's tokens, with all placeholders of pictures."""
 
     def __post_init__(self) -> None:
         if (count := sum(params.n for params in self.params)) > MOST_SAMPLES:
@@ -326,6 +334,8 @@ def generate_body(value: Any) -> GenerateCall:
         stream=bool(body.stream),
         is_list=is_batch or several,
         adapters=_adapters(body, prompts, is_batch=is_batch),
+        pictures=_pictures(body, prompts, is_batch=is_batch),
+        returns_prompt=bool(body.return_prompt_token_ids),
     )
 
 
@@ -336,6 +346,21 @@ def _adapters(body: _GenerateFields, prompts: Sequence[object], *, is_batch: boo
     if len(each) != len(prompts) or (isinstance(given, list) and not is_batch):
         raise EngineError(f"lora_path has {len(each)} entries for {_count(is_batch, prompts)}")
     return tuple(name or None for name in each)
+
+
+def _pictures(body: _GenerateFields, prompts: Sequence[object], *, is_batch: bool) -> tuple[tuple[Picture, ...], ...]:
+    """Return the pictures of each prompt. In a batch, `image_data` has a list for each prompt."""
+    given = body.image_data
+    if not given:
+        return ()
+    if not is_batch:
+        listed = given if isinstance(given, list) else [given]
+        if any(isinstance(one, list) for one in listed):
+            listed = [one for inner in listed for one in inner]
+        return (tuple(listed),)  # type: ignore[arg-type]
+    if not isinstance(given, list) or len(given) != len(prompts) or not all(isinstance(one, list) for one in given):
+        raise EngineError("image_data of a batch is not a list with one list for each prompt")
+    return tuple(tuple(one) for one in given)
 
 
 def refuse_fields(body: BaseModel, unserved: frozenset[str]) -> None:

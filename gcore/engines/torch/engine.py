@@ -28,10 +28,10 @@ from gcore.engines.request import (
     NumberedOutput,
     NumberedRequest,
     PauseMode,
+    PicturesOfPrompt,
     RequestOutput,
     SequenceState,
     check_version,
-    prompt_key,
 )
 from gcore.engines.torch.model import (
     MEMORY_FIX,
@@ -111,7 +111,7 @@ class Decoder:
     def key(self, work: SequenceState) -> Key:
         """Return the key of the tokens that are prefilled for a sequence. Sequences with equal keys share a prefill."""
         again = bool(work.tokens) and not self.lane.replays
-        content = prompt_key(self.ids(work)) if again else work.task.key
+        content = work.task.key_of(self.ids(work)) if again else work.task.key
         sampling = work.task.sampling
         if sampling.prompt_logprobs_from is None or work.prompt_logprobs is not None:
             return (content, None, 0, (), work.task.adapter)
@@ -143,7 +143,8 @@ class Decoder:
         """Return the prefill state of a sequence's prompt. Begins a new one if no sequence with this prompt has one."""
         key = self.key(work)
         if key not in self._prompts:
-            self._prompts[key] = PromptPrefill(self.ids(work), *key[1:])
+            pictures: Any = work.task.pictures
+            self._prompts[key] = PromptPrefill(self.ids(work), *key[1:], pictures=pictures)
         return self._prompts[key]
 
     @torch.inference_mode()
@@ -202,9 +203,8 @@ class Decoder:
     @torch.inference_mode()
     def step(self) -> DecodeResult:
         """Generate one token for every row. There must be at least one row."""
-        return self._draw(
-            self.lane.step(self.rows.pending(), self.rows.lengths, self.rows.adapters[: self.rows.active]), 0
-        )
+        rows, active = self.rows, self.rows.active
+        return self._draw(self.lane.step(rows.pending(), rows.lengths, rows.adapters[:active], rows.shifts[:active]), 0)
 
     def _draw(self, logits: torch.Tensor, first: int) -> DecodeResult:
         rows, device = self.rows, self.model.shape.device
@@ -264,6 +264,7 @@ class Decoder:
         self._after_prompt = [None] * self.rows.active
         for prompt in self._prompts.values():
             prompt.stale = prompt.stale or prompt.done > 0
+            prompt.features = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -492,6 +493,18 @@ class GeneratorBase(EngineBase[GenerationRequest, RequestOutput]):
     def model(self) -> GeneratingModel:
         """The loaded model."""
 
+    def read_pictures(self, given: Sequence[Any]) -> Sequence[Any]:
+        """Read the pictures of a prompt from a request. Any thread. Raises EngineError, also if the model takes none."""
+        raise EngineError("this engine takes no pictures", fix="Serve a vision-language model with the torch engine")
+
+    def place_pictures(
+        self, tokens: Sequence[int], pictures: Sequence[Any]
+    ) -> tuple[Sequence[int], PicturesOfPrompt | None]:
+        """Return the prompt with all placeholders of `pictures` (from `read_pictures`), and its pictures; None: it has
+        none. Raises EngineError if the tokens have another number of placeholders than pictures.
+        """
+        return tokens, None
+
     def check(self, prompt_tokens: int, max_new_tokens: int) -> None:
         """Raise EngineError for a request that the KV cache could never hold. May be called from any thread."""
         if prompt_tokens + max_new_tokens > self.longest:
@@ -548,6 +561,22 @@ class EngineCore(GeneratorBase):
         """Name of the engine, size of its KV cache and its runner."""
         cache = self.limits.cache_tokens
         return {"engine": ENGINE_NAME, "max_total_num_tokens": cache, "lane": self.lane.name}
+
+    def read_pictures(self, given: Sequence[Any]) -> Sequence[Any]:
+        """Read the pictures of a prompt from a request. See `GeneratorBase.read_pictures`."""
+        if self._model.vision is None:
+            return super().read_pictures(given)
+        return self._model.vision.reader.read(given)
+
+    def place_pictures(
+        self, tokens: Sequence[int], pictures: Sequence[Any]
+    ) -> tuple[Sequence[int], PicturesOfPrompt | None]:
+        """Expand a prompt. See `GeneratorBase.place_pictures`."""
+        if self._model.vision is None:
+            return tokens, None
+        reader = self._model.vision.reader
+        expanded = reader.expand(tokens, pictures)
+        return expanded, reader.prompt(expanded, pictures)
 
     def stage_weights(self, folder: Path) -> StagedWeights:
         """Load a folder's weights into host memory, in any thread. Raises EngineError if they do not fit.

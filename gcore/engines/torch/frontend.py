@@ -21,7 +21,7 @@ from starlette.types import ASGIApp
 
 from gcore.data.renderer import PromptRenderer
 from gcore.engines.detokenizer import Detokenizer, stable_text
-from gcore.engines.request import GenerationRequest, RequestOutput, check_token_ids, prompt_key
+from gcore.engines.request import GenerationRequest, PicturesOfPrompt, RequestOutput, check_token_ids, prompt_key
 from gcore.engines.serving import openai
 from gcore.engines.serving.http import (
     ApiKeys,
@@ -74,6 +74,7 @@ class _Ticket:
     params: SamplingBody
     asked: LogprobRequest
     since: float
+    returns_prompt: bool = False
 
 
 class RequestHandler(AsyncEngine[GenerationRequest, RequestOutput]):
@@ -103,8 +104,13 @@ class RequestHandler(AsyncEngine[GenerationRequest, RequestOutput]):
         return self._generator.model.context
 
     def encoded(self, request: GenerateCall) -> GenerateCall:
-        """Return the request with its texts tokenized. May be called from any thread: a long text takes seconds."""
-        return replace(request, prompts=self.encode(request.prompts))
+        """Return the request with its texts tokenized and its pictures read. May be called from any thread: a long text
+        takes seconds. Raises EngineError for what is not a picture.
+        """
+        read: tuple[Any, ...] = ()
+        if request.pictures:
+            read = tuple(self._generator.read_pictures(pictures) for pictures in request.pictures)
+        return replace(request, prompts=self.encode(request.prompts), pictures=read)
 
     def admit(self, request: GenerateCall) -> list[_Ticket]:
         """Check a tokenized request and split it into samples, in the order of the prompts. Starts nothing.
@@ -112,14 +118,28 @@ class RequestHandler(AsyncEngine[GenerationRequest, RequestOutput]):
         Raises EngineError if it cannot be served.
         """
         pairs = list(zip(request.prompts, request.params, request.asked, strict=True))
-        prompts = [self._tokens(prompt, params) for prompt, params, _ in pairs]
+        read: Sequence[Any] = request.pictures or [()] * len(pairs)
+        placed = [
+            self._generator.place_pictures(prompt, pictures)  # type: ignore[arg-type]  # texts were tokenized
+            for (prompt, _, _), pictures in zip(pairs, read, strict=True)
+        ]
+        prompts = [self._tokens(list(ids), params) for (ids, _), (_, params, _) in zip(placed, pairs, strict=True)]
         adapters = request.adapter_numbers(self._generator.adapters)
         names = self.names(request.rids, len(prompts))
         return [
             ticket
-            for tokens, (_, params, asked), name, adapter in zip(prompts, pairs, names, adapters, strict=True)
+            for tokens, (_, pictures), (_, params, asked), name, adapter in zip(
+                prompts, placed, pairs, names, adapters, strict=True
+            )
             for ticket in self._tickets(
-                tokens, params, self._placed(asked, tokens), name, streams=request.stream, adapter=adapter
+                tokens,
+                params,
+                self._placed(asked, tokens),
+                name,
+                streams=request.stream,
+                adapter=adapter,
+                pictures=pictures,
+                returns_prompt=request.returns_prompt,
             )
         ]
 
@@ -132,8 +152,11 @@ class RequestHandler(AsyncEngine[GenerationRequest, RequestOutput]):
         *,
         streams: bool,
         adapter: int,
+        pictures: PicturesOfPrompt | None,
+        returns_prompt: bool,
     ) -> list[_Ticket]:
-        model, now, key = self._generator.model, self.clock.monotonic(), prompt_key(prompt)
+        model, now = self._generator.model, self.clock.monotonic()
+        key = prompt_key(prompt) + (b"" if pictures is None else pictures.key)
         tickets = []
         for index in range(params.n):
             sampling = params.sampling(
@@ -152,9 +175,10 @@ class RequestHandler(AsyncEngine[GenerationRequest, RequestOutput]):
                 sampling,
                 streams=streams and params.makes_tokens,
                 adapter=adapter,
+                pictures=pictures,
                 key=key,
             )
-            tickets.append(_Ticket(task, name, params, asked, now))
+            tickets.append(_Ticket(task, name, params, asked, now, returns_prompt))
         return tickets
 
     def _placed(self, asked: LogprobRequest, prompt: tuple[int, ...]) -> LogprobRequest:
@@ -235,9 +259,10 @@ class RequestHandler(AsyncEngine[GenerationRequest, RequestOutput]):
             await stream.aclose()  # type: ignore[attr-defined]  # it is a generator
 
     def _word(self, ticket: _Ticket, delivery: RequestOutput, now: float) -> dict[str, Any]:
-        return word_sample(
+        worded = word_sample(
             delivery, ticket.task, ticket.params, ticket.asked, text=self._text, latency_s=now - ticket.since
         )
+        return worded | ({"prompt_token_ids": list(ticket.task.prompt)} if ticket.returns_prompt else {})
 
 
 class OpenAIRoutes:
@@ -358,7 +383,11 @@ def generator_app(desk: RequestHandler, tokenizer_folder: Path, keys: ApiKeys) -
 
 async def generate(desk: RequestHandler, request: Request) -> Response:
     """Handle `/generate`: generate samples, and respond with one body or a stream."""
-    body = await read_body(request, lambda value: desk.encoded(generate_body(value)))
+    body = await read_body(request, generate_body)
+    if body.pictures:  # decoding takes long
+        body = await asyncio.to_thread(desk.encoded, body)
+    else:
+        body = desk.encoded(body)
     if body.stream:
         return StreamingResponse(_events(desk, body), media_type="text/event-stream")
     answers = await _answers(desk, request, desk.admit(body))

@@ -20,7 +20,6 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from torch.nn import functional
-from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from gcore.data.tokenizer import end_tokens
@@ -29,11 +28,13 @@ from gcore.engines.launch import EngineLaunch
 from gcore.engines.torch.attention import NAME, EngineAttention
 from gcore.engines.torch.fast_path import FastDecodeStep, patch_norms
 from gcore.engines.torch.kv_cache import CacheShape
+from gcore.engines.torch.pictures import PictureFeatures, PictureReader
 from gcore.errors import DataError, EngineError, UsageError, one_line
 from gcore.models.adapters import adapted_tensors, check_fit
 from gcore.models.checks import check_code, require_config
 from gcore.models.layout import ADAPTER_FILE
 from gcore.models.row_adapters import AdapterMatrices, RowAdapters
+from gcore.models.vision import auto_class, has_processor, has_vision, media_token_ids, set_text_attention
 from gcore.system.memory import host_memory, is_out_of_memory, release_free_memory
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -48,6 +49,9 @@ LARGE_VOCABULARY = 16_384
 
 ALIGNMENT = 64
 """Alignment in bytes of each weight in memory."""
+
+FORBIDDEN = -1e30
+"""Logit of a token that is never sampled. Finite, so that reported log-probabilities are numbers."""
 
 LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
 
@@ -112,6 +116,10 @@ class Model:
     """Whether the weights are released."""
     adapters: RowAdapters | None = None
     """Adapters at run time; None: weight updates add the policy's adapter to the weights."""
+    vision: PictureFeatures | None = None
+    """Runs the vision tower; None: the model has none."""
+    forbidden: torch.Tensor | None = None
+    """Token IDs [k] int64 that stand for media and are never sampled; None: there are none."""
     straight: FastDecodeStep | None = None
     """A faster, bitwise equal implementation of a pass with one token per row; None if there is none."""
 
@@ -122,40 +130,60 @@ class Model:
         cache: Any,
         *,
         wanted: tuple[Sequence[int], Sequence[int]] | None = None,
+        pictures: Mapping[str, Any] = {},
     ) -> torch.Tensor:
         """Run a forward pass with the engine's KV cache, and return logits [row, vocabulary].
 
-        `ids` and `positions` [row, token]. `wanted`: rows and positions whose logits are returned; None: those of the
-        last position of each row.
+        `ids` and `positions` [row, token]; positions of pictures may be [3, row, token]. `wanted`: rows and positions
+        whose logits are returned; None: those of the last position of each row. `pictures`: arguments for them.
         """
         if self.straight is not None and wanted is None and ids.shape[1] == 1:
-            return self.straight.logits(ids, positions, cache)
+            return self._masked(self.straight.logits(ids, positions, cache))
         arguments = {"input_ids": ids, "position_ids": positions, self.cache_name: cache, "use_cache": True}
+        arguments |= pictures
         places = None if wanted is None else _places(wanted, ids.device)
         self.head.wanted = places
         try:
             logits: torch.Tensor = self.module(**arguments).logits
         finally:
             self.head.wanted = None
-        return _picked(logits, places)
+        return self._masked(_picked(logits, places))
 
     def forward_own(
-        self, ids: torch.Tensor, cache: Any, *, wanted: tuple[Sequence[int], Sequence[int]] | None = None
+        self,
+        ids: torch.Tensor,
+        cache: Any,
+        *,
+        positions: torch.Tensor | None = None,
+        wanted: tuple[Sequence[int], Sequence[int]] | None = None,
+        pictures: Mapping[str, Any] = {},
     ) -> tuple[torch.Tensor, Any]:
         """Like `forward`, but with the model's own kind of cache (None: a new one). Returns logits and cache.
 
-        Raises ValueError if the model has no cache.
+        `positions`: None for models that count them themselves. Raises ValueError if the model has no cache.
         """
         places = None if wanted is None else _places(wanted, ids.device)
         self.head.wanted = places
+        arguments = {"input_ids": ids, self.cache_name: cache, "use_cache": True, **pictures}
         try:
-            out = self.module(**{"input_ids": ids, self.cache_name: cache, "use_cache": True})
+            out = self.module(**arguments, **({} if positions is None else {"position_ids": positions}))
         finally:
             self.head.wanted = None
         kept = getattr(out, self.cache_name, None)
         if kept is None:
             raise ValueError("the model has no cache")
-        return _picked(out.logits, places), kept
+        return self._masked(_picked(out.logits, places)), kept
+
+    def _masked(self, logits: torch.Tensor) -> torch.Tensor:
+        """Make the logits of media tokens so small that these tokens have no probability."""
+        if self.forbidden is not None:
+            logits.index_fill_(-1, self.forbidden, max(FORBIDDEN, torch.finfo(logits.dtype).min))
+        return logits
+
+    @property
+    def counts_positions(self) -> bool:
+        """Whether a model with its own cache must be given positions, because pictures shift them."""
+        return self.vision is not None and self.vision.reader.three
 
     def select_adapters(self, numbers: Sequence[int]) -> None:
         """Set the adapter of each row of the next forward pass, by its number."""
@@ -164,11 +192,11 @@ class Model:
 
     def use_own_attention(self) -> None:
         """Switch to the engine's attention (`EngineAttention`). Raises ValueError if the model does not support it."""
-        self.module.set_attn_implementation(NAME)
+        set_text_attention(self.module, NAME)
 
     def use_plain_attention(self) -> None:
         """Switch to transformers' eager attention, which a model uses after loading."""
-        self.module.set_attn_implementation("eager")
+        set_text_attention(self.module, "eager")
 
 
 def _picked(logits: torch.Tensor, places: tuple[torch.Tensor, torch.Tensor] | None) -> torch.Tensor:
@@ -191,16 +219,18 @@ def load_model(
     text: Detokenizer | None,
     trust_remote_code: bool = False,
     adapters: Mapping[str, Path] | None = None,
+    blobs: Path | None = None,
 ) -> Model:
     """Load a causal language model from a local folder. Raises DataError if it cannot be served.
 
     `context`: maximum context length in tokens; None: the model's. `text`: the tokenizer, whose vocabulary is checked.
-    `adapters`: folders of adapters at run time, by name.
+    `adapters`: folders of adapters at run time, by name. `blobs`: folder of the job's pictures.
     """
     config = require_config(folder)
     check_code(config, trusted=trust_remote_code, where=str(folder))
+    eager: Any = {"text_config": "eager", "vision_config": "sdpa"} if has_vision(config) else "eager"
     module = load_module(
-        AutoModelForCausalLM, folder, DTYPES[dtype], trust_remote_code=trust_remote_code, attn_implementation="eager"
+        auto_class(config), folder, DTYPES[dtype], trust_remote_code=trust_remote_code, attn_implementation=eager
     )
     c = module.config.get_text_config()
     length = context_length(c, context)
@@ -220,6 +250,10 @@ def load_model(
     attention.register()
     parameters = inspect.signature(module.forward).parameters
     patch_norms(module)
+    vision = None
+    if has_vision(config) and has_processor(folder):
+        vision = PictureFeatures(module, PictureReader(module, folder, blobs))
+    media = media_token_ids(module.config)
     return Model(
         module,
         folder,
@@ -232,6 +266,8 @@ def load_model(
         trusted=trust_remote_code,
         cache_name="cache_params" if "cache_params" in parameters else "past_key_values",
         adapters=RowAdapters(module, adapters) if adapters else None,
+        vision=vision,
+        forbidden=torch.tensor(media, device=place) if media else None,
     )
 
 

@@ -30,6 +30,7 @@ from gcore.engines.torch.prefill import (
     PromptPrefill,
     chunk_length,
     logit_positions,
+    picture_inputs,
     prefill,
     record_logits,
 )
@@ -71,11 +72,11 @@ class ModelRunner(Protocol):
     def enter(self, origins: Sequence[PrefillResult], active: int) -> Sequence[int]:
         """Add new rows after the first `active`, in any order. Return for each new row the index of its origin."""
 
-    def step(self, tokens: Ints, lengths: Ints, adapters: Ints) -> torch.Tensor:
+    def step(self, tokens: Ints, lengths: Ints, adapters: Ints, shifts: Ints) -> torch.Tensor:
         """Run a decode step, and return logits [row, vocabulary], valid until the next call.
 
         `tokens` [row]: each row's last token, which is not in the cache yet. `lengths` [row]: tokens including it. `adapters` [row]:
-        number of its adapter.
+        number of its adapter. `shifts` [row]: by how much pictures shift its position.
         """
 
     def leave(self, change: Compaction) -> None:
@@ -170,7 +171,7 @@ class FastRunner:
         starts += room.shift
         self.column += room.shift
 
-    def step(self, tokens: Ints, lengths: Ints, adapters: Ints) -> torch.Tensor:
+    def step(self, tokens: Ints, lengths: Ints, adapters: Ints, shifts: Ints) -> torch.Tensor:
         """Decode one token per row; all rows write the same column."""
         active, device = self._active, self.model.shape.device
         if self.column >= self.cache.columns:
@@ -182,7 +183,7 @@ class FastRunner:
         self.model.select_adapters(adapters.tolist())
         logits = self.model.forward(
             torch.from_numpy(tokens[:, None]).to(device),
-            torch.from_numpy((self.column - starts)[:, None]).to(device),
+            torch.from_numpy((self.column - starts + shifts)[:, None]).to(device),
             self.cache,
         )
         self.column += 1
@@ -332,13 +333,15 @@ class DeterministicRunner:
             for table, other in zip(tables, others, strict=True):
                 table[place, :, :length] = other[source, :, :length]
 
-    def step(self, tokens: Ints, lengths: Ints, adapters: Ints) -> torch.Tensor:
+    def step(self, tokens: Ints, lengths: Ints, adapters: Ints, shifts: Ints) -> torch.Tensor:
         """Run a decode step, one forward pass per tile."""
         active, device, tile_rows = self._active, self.model.shape.device, self.tile
         rows = -(-active // tile_rows) * tile_rows
         ids, positions = np.zeros(rows, np.int64), np.zeros(rows, np.int64)
         ids[:active], positions[:active] = tokens, lengths - 1
         chosen = [*adapters.tolist(), *[0] * (rows - active)]
+        shifted = positions.copy()
+        shifted[:active] += shifts
         if self._logits.shape[0] < rows:
             self._logits = torch.empty((rows, self.model.vocabulary), dtype=self.model.shape.dtype, device=device)
         for number in range(rows // tile_rows):
@@ -349,7 +352,8 @@ class DeterministicRunner:
             tile.aim(at)
             self.model.attention.kind = BlockDecodePass(at, -(-longest // BLOCK))
             self.model.select_adapters(chosen[own])
-            self._logits[own] = self.model.forward(torch.from_numpy(ids[own, None]).to(device), at[:, None], tile)
+            counted = torch.from_numpy(shifted[own, None]).to(device)
+            self._logits[own] = self.model.forward(torch.from_numpy(ids[own, None]).to(device), counted, tile)
         return self._logits[:active]
 
     def leave(self, change: Compaction) -> None:
@@ -458,7 +462,14 @@ class GenericRunner:
             columns = [position - begin for _ in prompts for position in wanted]
             ids = torch.tensor([p.tokens[begin:end] for p in prompts], device=self.model.shape.device)
             self.model.select_adapters([prompt.adapter for prompt in prompts])
-            logits, one.cache = self.model.forward_own(ids, one.cache, wanted=(rows, columns))
+            positions, more = picture_inputs(self.model, [(prompt, begin, end) for prompt in prompts], ids)
+            logits, one.cache = self.model.forward_own(
+                ids,
+                one.cache,
+                positions=positions if self.model.counts_positions else None,
+                wanted=(rows, columns),
+                pictures=more,
+            )
             logits = logits.view(len(prompts), len(wanted), -1)
             for index, prompt in enumerate(prompts):
                 record_logits(prompt, wanted, logits[index])
@@ -489,14 +500,17 @@ class GenericRunner:
             row += len(kept)
         return order
 
-    def step(self, tokens: Ints, lengths: Ints, adapters: Ints) -> torch.Tensor:
+    def step(self, tokens: Ints, lengths: Ints, adapters: Ints, shifts: Ints) -> torch.Tensor:
         """Run a decode step, one forward pass per group."""
         device = self.model.shape.device
         logits: torch.Tensor | None = None
         for group in self._groups:
             self.model.select_adapters(adapters[group.rows].tolist())
+            places = (lengths - 1 + shifts)[group.rows][:, None]
             made, group.cache = self.model.forward_own(
-                torch.from_numpy(tokens[group.rows][:, None]).to(device), group.cache
+                torch.from_numpy(tokens[group.rows][:, None]).to(device),
+                group.cache,
+                positions=torch.from_numpy(places).to(device) if self.model.counts_positions else None,
             )
             if logits is None:
                 logits = torch.empty((len(tokens), made.shape[-1]), dtype=made.dtype, device=device)

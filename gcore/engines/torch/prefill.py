@@ -19,6 +19,7 @@ from gcore.engines.request import PromptLogprobs, Top
 from gcore.engines.torch.attention import PrefillPass
 from gcore.engines.torch.kv_cache import CacheShape, new_table
 from gcore.engines.torch.model import Model
+from gcore.engines.torch.pictures import PassPart, PromptFeatures, PromptPictures, pass_positions
 from gcore.engines.torch.sampler import token_logprobs, top_logprobs
 from gcore.engines.torch.scheduler import IDLE_TOKENS
 
@@ -74,6 +75,10 @@ class PromptPrefill:
     """Tokens whose log-probabilities are requested at the same positions, likely or not."""
     adapter: int = 0
     """Number of the adapter of the sequences that have this prompt."""
+    pictures: PromptPictures | None = None
+    """The prompt's pictures; None: it has none."""
+    features: PromptFeatures | None = None
+    """Features of the pictures with the present weights, once they are computed."""
     done: int = 0
     """Number of tokens prefilled so far."""
     kept: Any = None
@@ -184,11 +189,14 @@ def _read_together(model: Model, prompts: Sequence[PromptPrefill], width: int) -
     prefix = PrefillCache()
     model.attention.kind = PrefillPass()
     model.select_adapters([prompt.adapter for prompt in prompts])
+    ids = torch.tensor(padded, device=device)
+    positions, more = picture_inputs(model, [(prompt, 0, len(prompt.tokens)) for prompt in prompts], ids)
     logits = model.forward(
-        torch.tensor(padded, device=device),
-        torch.arange(width, device=device).expand(len(prompts), -1),
+        ids,
+        positions,
         prefix,
         wanted=(list(range(len(prompts))), [len(prompt.tokens) - 1 for prompt in prompts]),
+        pictures=more,
     )
     for index, prompt in enumerate(prompts):
         prompt.kept, prompt.logits, prompt.done = PrefixSlice(prefix, index), logits[index], len(prompt.tokens)
@@ -207,15 +215,38 @@ def _read_alone(model: Model, chunk: PrefillChunk, grid: int | None) -> None:
         model.attention.kind = PrefillPass(past=begin)
         model.select_adapters([prompt.adapter])
         wanted = logit_positions(prompt, begin, end)
+        ids = torch.tensor([prompt.tokens[begin:end]], device=device)
+        positions, more = picture_inputs(model, [(prompt, begin, end)], ids)
         logits = model.forward(
-            torch.tensor([prompt.tokens[begin:end]], device=device),
-            torch.arange(begin, end, device=device)[None],
+            ids,
+            positions,
             prefix,
             wanted=([0] * len(wanted), [position - begin for position in wanted]),
+            pictures=more,
         )
         record_logits(prompt, wanted, logits)
         prompt.done = end
         left -= count
+
+
+def picture_inputs(
+    model: Model, parts: Sequence[tuple[PromptPrefill, int, int]], ids: torch.Tensor
+) -> tuple[torch.Tensor, dict[str, Any]]:
+    """The positions of a pass over parts of prompts ([begin, end) of each), and its arguments for pictures.
+
+    `ids` [part, token]: the tokens of the pass, padded on the right. Runs the vision tower for prompts whose pictures
+    have no features yet.
+    """
+    vision, width = model.vision, ids.shape[1]
+    if vision is None:
+        begins = torch.tensor([begin for _, begin, _ in parts], device=ids.device)
+        return begins[:, None] + torch.arange(width, device=ids.device), {}
+    found = [PassPart(prompt.tokens, begin, end, prompt.pictures, prompt.features) for prompt, begin, end in parts]
+    vision.compute(found)
+    for (prompt, _, _), part in zip(parts, found, strict=True):
+        prompt.features = part.features
+    positions = pass_positions(found, width, three=vision.reader.three).to(ids.device)
+    return positions, vision.arguments(found, ids)
 
 
 def chunk_length(prompt: PromptPrefill, left: int, vocabulary: int, grid: int | None) -> int:

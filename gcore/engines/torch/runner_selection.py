@@ -14,6 +14,8 @@ bit.
 
 from __future__ import annotations
 
+import hashlib
+import inspect
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -26,10 +28,12 @@ from gcore.engines.torch.attention import BLOCK, PrefillPass
 from gcore.engines.torch.engine import Decoder
 from gcore.engines.torch.fast_path import fast_decode_step
 from gcore.engines.torch.kv_cache import CacheShape, LayerShape
-from gcore.engines.torch.model import TOLERANCES, Model, unservable_model
+from gcore.engines.torch.model import FORBIDDEN, TOLERANCES, Model, unservable_model
 from gcore.engines.torch.model_runner import TILE, UNCUT, DeterministicRunner, FastRunner, GenericRunner, ModelRunner
+from gcore.engines.torch.pictures import PromptPictures
 from gcore.engines.torch.prefill import PrefillCache, PrefillChunk
 from gcore.errors import DataError
+from gcore.models.vision import picture_arguments
 from gcore.system.memory import is_out_of_memory
 
 log = logging.getLogger("gcore.engine")
@@ -102,7 +106,7 @@ def _lanes(model: Model, deterministic: bool, chunk: int, reasons: list[str]) ->
             if not deterministic:
                 yield FastRunner(model, slots=ROWS)
             else:
-                if not any(getattr(model.module.config, name, None) for name in EXPERTS):
+                if not any(getattr(model.module.config.get_text_config(), name, None) for name in EXPERTS):
                     yield DeterministicRunner(model, chunk=chunk, tile=TILE)
                 yield DeterministicRunner(model, chunk=chunk, tile=1)
     model.use_plain_attention()
@@ -113,7 +117,7 @@ def _lanes(model: Model, deterministic: bool, chunk: int, reasons: list[str]) ->
 
 def _unfit(model: Model) -> str | None:
     """Return why `FastRunner` and `DeterministicRunner` cannot serve the model, as far as known without a trial."""
-    c = model.module.config
+    c = model.module.config.get_text_config()
     if not getattr(model.module, "_supports_attention_backend", False):
         return f"a {c.model_type} has no attention that can be replaced"
     if kinds := set(getattr(c, "layer_types", None) or ()) - KINDS:
@@ -148,7 +152,7 @@ def _measure(model: Model) -> None:
 
 def _window(model: Model) -> int | None:
     """Return the size of the model's sliding window in tokens; None if there is none shorter than the context."""
-    c = model.module.config
+    c = model.module.config.get_text_config()
     window = getattr(c, "sliding_window", None) if getattr(c, "use_sliding_window", True) else None
     kinds = getattr(c, "layer_types", None)
     if window is None or window >= model.context or (kinds and "sliding_attention" not in kinds):
@@ -165,6 +169,22 @@ def _work(model: Model, number: int, length: int, *, temperature: float = 0.0) -
     return SequenceState(GenerationRequest(number, "proof", prompt, sampling, adapter=adapter))
 
 
+def _seeing(model: Model, number: int) -> list[SequenceState]:
+    """Sequences with one picture and with two of unequal size, if they fit into the model's context."""
+    assert model.vision is not None
+    reader = model.vision.reader
+    found: list[SequenceState] = []
+    for sizes in (((64, 64),), ((64, 64), (96, 64))):
+        pictures = [(hashlib.sha256(repr(size).encode()).hexdigest(), reader.noise(*size)) for size in sizes]
+        short = [1 % model.vocabulary, *(one for _ in sizes for one in (reader.token, 2, 3)), 4]
+        tokens = reader.expand(short, pictures)
+        if len(tokens) + CONTINUED < model.context:
+            work = _work(model, number + len(found), 1)
+            task = replace(work.task, prompt=tokens, pictures=reader.prompt(tokens, pictures), key=b"")
+            found.append(SequenceState(task))
+    return found
+
+
 def _prove(model: Model, lane: ModelRunner) -> None:
     """Raise RunnerUnproved if the runner's log-probabilities differ from those of a plain forward pass."""
     window = _window(model)
@@ -172,7 +192,9 @@ def _prove(model: Model, lane: ModelRunner) -> None:
     if window is not None and window <= SHORT_WINDOW and window + 2 * CONTINUED < model.context:
         lengths.append(window + CONTINUED)
     works = [_work(model, number, length) for number, length in enumerate(lengths)]
-    late = SequenceState(replace(works[1].task, number=len(works)))
+    if model.vision is not None:
+        works += _seeing(model, len(works))
+    late = SequenceState(replace(works[-1].task, number=len(works)))
     leaver = SequenceState(GenerationRequest(len(works) + 1, "proof", (2 % model.vocabulary,), works[0].task.sampling))
     done = _run(model, lane, [leaver, *works], late)
     if window is not None and lane.name != "plain" and window not in model.attention.windows:
@@ -214,10 +236,21 @@ def _error(model: Model, work: SequenceState) -> float:
     """Return the largest difference between a sequence's log-probabilities and those of a plain forward pass."""
     ids = torch.tensor([[*work.task.prompt, *work.tokens]], device=model.shape.device)
     model.select_adapters([work.task.adapter])
-    logits: Any = model.module(input_ids=ids, use_cache=False).logits
+    more: dict[str, Any] = {}
+    if (pictures := work.task.pictures) is not None:
+        assert isinstance(pictures, PromptPictures)
+        assert model.vision is not None
+        more = picture_arguments(pictures.pictures, ids.device)
+        for name in ("mm_token_type_ids", "token_type_ids"):
+            if name in inspect.signature(model.module.forward).parameters:
+                more[name] = (ids == model.vision.reader.token).long()
+    logits: Any = model.module(input_ids=ids, use_cache=False, **more).logits
+    if model.forbidden is not None:
+        logits = logits.index_fill(-1, model.forbidden, FORBIDDEN)
     begin = len(work.task.prompt) - 1
-    plain = torch.log_softmax(logits[0, begin:-1].float(), dim=-1)[:, list(work.task.sampling.named_tokens)]
-    return float((plain.cpu() - torch.tensor(work.named)).abs().max())
+    plain = torch.log_softmax(logits[0, begin:-1].float(), dim=-1)[:, list(work.task.sampling.named_tokens)].cpu()
+    possible = plain > FORBIDDEN / 2
+    return float((plain - torch.tensor(work.named))[possible].abs().max())
 
 
 def _prove_bits(model: Model, lane: ModelRunner) -> None:

@@ -257,6 +257,7 @@ PER_ROW = (
     "top_k",
     "min_p",
     "adapters",
+    "shifts",
     "_known",
     "_limits",
     "_minimums",
@@ -292,6 +293,8 @@ class RunningBatch:
         self.min_p: Doubles = np.zeros(0)
         self.adapters: Ints = np.zeros(0, np.int64)
         """Number of each row's adapter."""
+        self.shifts: Ints = np.zeros(0, np.int64)
+        """By how much the pictures of each row's prompt shift the positions of its tokens."""
         self._known: Ints = np.zeros(0, np.int64)
         """Number of tokens generated before a preemption, by row, if the row is replayed; else 0."""
         self._limits: Ints = np.zeros(0, np.int64)
@@ -373,6 +376,7 @@ class RunningBatch:
         self.top_p[new] = [s.top_p for s in sampling]
         self.top_k[new] = [s.top_k or 0 for s in sampling]
         self.adapters[new] = [work.task.adapter for work in works]
+        self.shifts[new] = [0 if (own := work.task.pictures) is None else own.shift for work in works]
         self.min_p[new] = [s.min_p for s in sampling]
         self._limits[new] = [s.max_new_tokens for s in sampling]
         self._minimums[new] = [s.min_new_tokens for s in sampling]

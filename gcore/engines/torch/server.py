@@ -66,6 +66,7 @@ def start_engine(launch: EngineLaunch, text: Detokenizer | None) -> EngineCore:
             text=text,
             trust_remote_code=launch.trust_remote_code,
             adapters={name: Path(folder) for name, folder in launch.adapters.items()},
+            blobs=Path(launch.blobs) if launch.blobs else None,
         )
         lane = select_runner(model, deterministic=launch.deterministic, chunk=launch.prefill_chunk_tokens)
     budget = launch.cache_tokens or default_cache_tokens(model.shape, free_bytes(model.shape.device))
@@ -149,7 +150,7 @@ def _description(core: Core, launch: FrontEndLaunch) -> dict[str, Any]:
         "load_format": "auto",
         "model_type": getattr(model.module.config, "model_type", None),
         "architectures": getattr(model.module.config, "architectures", None),
-        "has_image_understanding": False,
+        "has_image_understanding": getattr(model, "vision", None) is not None,
         "has_audio_understanding": False,
         "context_length": model.context,
         "vocab_size": model.vocabulary,
