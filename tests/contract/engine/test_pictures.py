@@ -1,0 +1,248 @@
+"""Pictures in prompts of a vision-language model."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import io
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from engine_contract import TOLERANCE, generate
+from engine_processes import TORCH, SglangProcess, engine_process
+from PIL import Image
+from transformers import AutoModelForImageTextToText
+
+from gcore.models.vision import PictureProcessor, PositionCounter, media_token_ids, picture_arguments
+from gcore.testing.vision_models import (
+    IMAGE,
+    VISION_END,
+    VISION_START,
+    make_picture,
+    make_tiny_vision_model,
+)
+
+pytestmark = pytest.mark.timeout(300)
+
+LONG = {"max_new_tokens": 12, "temperature": 1.0, "sampling_seed": 5}
+
+
+@dataclass(frozen=True)
+class Seeing:
+    """An engine that serves a vision-language model. `blobs`: its folder of pictures; None: it has none."""
+
+    kind: str
+    url: str
+    model: Path
+    blobs: Path | None
+
+
+@pytest.fixture(scope="module")
+def vision_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_vision_model(tmp_path_factory.mktemp("vision"), seed=3)
+
+
+@pytest.fixture(scope="module", params=["torch"])
+def seeing(
+    request: pytest.FixtureRequest, vision_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Seeing]:
+    if request.param == "torch":
+        blobs = tmp_path_factory.mktemp("blobs")
+        with engine_process(vision_model, TORCH, batch_slots=8, blobs=str(blobs)) as url:
+            yield Seeing("torch", url, vision_model, blobs)
+    else:
+        with SglangProcess(vision_model, batch_slots=8) as process:
+            yield Seeing("sglang", process.base_url, vision_model, None)
+
+
+@pytest.fixture
+async def http(seeing: Seeing) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(base_url=seeing.url, timeout=120, trust_env=False) as http:
+        yield http
+
+
+OF_TORCH = pytest.mark.parametrize("seeing", ["torch"], indirect=True)
+
+
+def short(*texts: list[int]) -> list[int]:
+    """Texts with a picture between each two."""
+    ids = list(texts[0])
+    for text in texts[1:]:
+        ids += [VISION_START, IMAGE, VISION_END, *text]
+    return ids
+
+
+def expanded(ids: list[int], counts: list[int]) -> list[int]:
+    left = iter(counts)
+    return [one for token in ids for one in ([token] * next(left) if token == IMAGE else [token])]
+
+
+def text_of(picture: bytes) -> str:
+    return base64.b64encode(picture).decode()
+
+
+@cache
+def loaded(folder: Path) -> tuple[Any, PictureProcessor]:
+    return AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32), PictureProcessor(folder)
+
+
+def plain_logprobs(folder: Path, ids: list[int], pictures: list[bytes]) -> torch.Tensor:
+    """[token, vocabulary] from one forward pass of the plain model, without media tokens."""
+    model, processor = loaded(folder)
+    tokens = torch.tensor([ids])
+    read = [processor.read(hashlib.sha256(one).hexdigest(), one) for one in pictures]
+    more: dict[str, Any] = {}
+    if read:
+        more = picture_arguments(read, torch.device("cpu")) | {"mm_token_type_ids": (tokens == IMAGE).int()}
+    with torch.inference_mode():
+        logits = model(input_ids=tokens, use_cache=False, **more).logits[0]
+        logits[:, list(media_token_ids(model.config))] = -torch.inf
+        return torch.log_softmax(logits, -1)
+
+
+def check(seeing: Seeing, answer: dict[str, Any], prompt: list[int], pictures: list[bytes]) -> None:
+    """The answer's log-probabilities are those of a forward pass of the plain model."""
+    told = answer["meta_info"]["output_token_logprobs"]
+    assert [token for _, token, _ in told] == answer["output_ids"]
+    assert answer["meta_info"]["prompt_tokens"] == len(prompt)
+    table = plain_logprobs(seeing.model, prompt + answer["output_ids"], pictures)
+    for index, (logprob, token, _) in enumerate(told, len(prompt) - 1):
+        assert abs(float(table[index, token]) - logprob) <= TOLERANCE[seeing.kind]
+
+
+def bias(seeing: Seeing) -> dict[str, Any]:
+    """What a client adds so that media tokens are never sampled. The torch engine does it by itself."""
+    if seeing.kind == "torch":
+        return {}
+    return {"logit_bias": {str(token): -100 for token in media_token_ids(loaded(seeing.model)[0].config)}}
+
+
+async def answered(seeing: Seeing, http: httpx.AsyncClient, ids: Any, pictures: Any, **params: Any) -> Any:
+    sampling = LONG | bias(seeing) | params
+    return await generate(
+        http,
+        input_ids=ids,
+        image_data=pictures,
+        sampling_params=sampling,
+        return_logprob=True,
+        return_prompt_token_ids=True,
+    )
+
+
+async def test_a_response_to_a_picture_has_the_probabilities_of_the_plain_model(
+    seeing: Seeing, http: httpx.AsyncClient
+) -> None:
+    picture, ids = make_picture(32, 32, seed=1), short([4, 9], [7])
+    answer = await answered(seeing, http, ids, [text_of(picture)])
+    assert answer["prompt_token_ids"] == expanded(ids, [4])
+    check(seeing, answer, expanded(ids, [4]), [picture])
+
+
+async def test_two_pictures_of_unequal_size(seeing: Seeing, http: httpx.AsyncClient) -> None:
+    pictures = [make_picture(64, 48, seed=2), make_picture(32, 32, seed=1)]
+    ids = short([4, 9], [7], [8])
+    answer = await answered(seeing, http, ids, [text_of(one) for one in pictures])
+    assert answer["prompt_token_ids"] == expanded(ids, [12, 4])
+    check(seeing, answer, expanded(ids, [12, 4]), pictures)
+
+
+async def test_equal_tokens_with_other_pictures_share_no_prefix(seeing: Seeing, http: httpx.AsyncClient) -> None:
+    ids = short([4, 9, 5, 6, 7, 8], [7])
+    for seed in (1, 2, 1):
+        picture = make_picture(32, 32, seed=seed)
+        answer = await answered(seeing, http, ids, [text_of(picture)])
+        check(seeing, answer, expanded(ids, [4]), [picture])
+
+
+async def test_a_batch_of_prompts_with_and_without_pictures(seeing: Seeing, http: httpx.AsyncClient) -> None:
+    same, other = make_picture(32, 32, seed=1), make_picture(64, 32, seed=4)
+    cases = [([4, 9, 7], [], []), (short([4], [7]), [same], [4]), (short([5, 3], [7]), [same], [4])]
+    cases.append((short([5, 3], [7, 8]), [other], [8]))
+    answers = await answered(
+        seeing, http, [ids for ids, _, _ in cases], [[text_of(one) for one in given] for _, given, _ in cases]
+    )
+    for (ids, given, counts), answer in zip(cases, answers, strict=True):
+        check(seeing, answer, expanded(ids, counts), given)
+
+
+async def test_several_samples_of_one_prompt(seeing: Seeing, http: httpx.AsyncClient) -> None:
+    picture, ids = make_picture(32, 32, seed=1), short([4, 9], [7])
+    answers = await answered(seeing, http, ids, [text_of(picture)], n=3)
+    assert len(answers) == 3
+    for answer in answers:
+        check(seeing, answer, expanded(ids, [4]), [picture])
+
+
+@pytest.mark.parametrize("pictures", [0, 2])
+async def test_another_number_of_pictures_than_placeholders_is_refused(
+    seeing: Seeing, http: httpx.AsyncClient, pictures: int
+) -> None:
+    if seeing.kind == "sglang" and not pictures:
+        pytest.skip("SGLang takes a placeholder without a picture for text")
+    body = {"input_ids": short([4, 9], [7]), "sampling_params": {"max_new_tokens": 2}}
+    response = await http.post("/generate", json=body | {"image_data": [text_of(make_picture(32, 32))] * pictures})
+    assert response.status_code in (400, 500)
+    answer = await answered(seeing, http, short([4, 9], [7]), [text_of(make_picture(32, 32))])
+    assert answer["output_ids"]
+
+
+async def test_media_tokens_are_never_sampled(seeing: Seeing, http: httpx.AsyncClient) -> None:
+    params = {"temperature": 50.0, "max_new_tokens": 400, "ignore_eos": True}
+    picture = text_of(make_picture(32, 32))
+    answer = await answered(seeing, http, short([4, 9], [7]), [picture], **params)
+    assert not {VISION_START, IMAGE} & set(answer["output_ids"])
+
+
+@OF_TORCH
+async def test_a_picture_may_be_a_blob_or_its_path(seeing: Seeing, http: httpx.AsyncClient) -> None:
+    picture, ids = make_picture(32, 32, seed=6), short([4, 9], [7])
+    name = hashlib.sha256(picture).hexdigest()
+    assert seeing.blobs is not None
+    path = seeing.blobs / name[:2] / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(picture)
+    whole = await answered(seeing, http, ids, [text_of(picture)])
+    for given in ({"blob": f"sha256:{name}"}, str(path), f"data:image/png;base64,{text_of(picture)}"):
+        assert (await answered(seeing, http, ids, [given]))["output_ids"] == whole["output_ids"]
+
+
+def _gif() -> str:
+    file = io.BytesIO()
+    Image.new("RGB", (32, 32)).save(file, "GIF")
+    return text_of(file.getvalue())
+
+
+@OF_TORCH
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ("https://example.org/a.png", "opens no URLs"),
+        ("/etc/passwd", "not in this engine's folder"),
+        ({"blob": "sha256:" + "0" * 64}, "cannot be read"),
+        ({"blob": "../../etc/passwd"}, "sha256:HEX"),
+        ({"path": "/etc/passwd"}, "sha256:HEX"),
+        ("not base64!", "not base64"),
+        (text_of(b"no picture"), "cannot be read"),
+        (text_of(make_picture(32, 32)[:60]), "cannot be read"),
+    ],
+)
+async def test_what_is_not_a_picture_is_refused(seeing: Seeing, http: httpx.AsyncClient, given: Any, why: str) -> None:
+    body = {"input_ids": short([4, 9], [7]), "image_data": [given], "sampling_params": {"max_new_tokens": 2}}
+    response = await http.post("/generate", json=body)
+    assert response.status_code == 400
+    assert why in response.text
+
+
+def test_positions_continue_after_the_largest_of_a_picture(vision_model: Path) -> None:
+    model, processor = loaded(vision_model)
+    picture = processor.read("a", make_picture(64, 48))
+    assert picture.grid is not None
+    positions, shift = PositionCounter(model).count(expanded(short([4, 9], [7]), [12]), [picture.grid])
+    assert positions[:, -1].tolist() == [2 + 1 + 4 + 1] * 3  # text, start, the larger side, end
+    assert shift == 4 - 12
