@@ -48,11 +48,11 @@ def bypass_proxies(environ: Mapping[str, str], *hosts: str) -> dict[str, str]:
     return {name: ",".join(filter(None, (environ.get(name), *hosts))) for name in ("NO_PROXY", "no_proxy")}
 
 
-def http_client(timeout_s: float) -> httpx.AsyncClient:
-    """Return an HTTP client for addresses inside the cluster."""
-    import httpx  # only processes that start or check an etcd load it
+def http_client(timeout_s: float, transport: httpx.AsyncBaseTransport | None = None) -> httpx.AsyncClient:
+    """Return an HTTP client for addresses inside the cluster. `transport`: by default httpx's own."""
+    import httpx  # not every process needs it
 
-    return httpx.AsyncClient(timeout=timeout_s, trust_env=False)
+    return httpx.AsyncClient(timeout=timeout_s, transport=transport, trust_env=False)
 
 
 def join_host_port(host: str, port: int) -> str:

@@ -1,0 +1,300 @@
+"""Calls one blob store over HTTP, in the name of one job.
+
+A broken connection or an answer that does not come is StoreUnreachable. Every call may be repeated. Blobs are sent and
+received in pieces, so no blob is in memory as a whole, except with `put_bytes`. `get_to_file` continues an interrupted
+download at the byte where it ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import hashlib
+import json
+import os
+import ssl
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, TypeAlias
+
+import httpx
+
+from gcore.api.tls import Connector
+from gcore.media.blobs import hash_file
+from gcore.media.protocol import (
+    PIECE_BYTES,
+    STATUS,
+    Blob,
+    BlobMismatch,
+    StoreFailed,
+    StoreUnreachable,
+    check_sha256,
+    decode_error,
+    disk_error,
+)
+from gcore.system.clock import Clock, retry_delay
+from gcore.system.network import http_client
+
+SILENCE_S = 20.0
+"""Seconds without any byte of an answer after which a store counts as unreachable."""
+
+LINK_S = 600.0
+"""The same for links: after a restart the store reads the blobs again before it links them."""
+
+TRIES = 6
+"""Number of downloads without any progress after which `get_to_file` gives up."""
+
+_IDLE_S = 30.0
+"""Seconds that an idle connection is kept: less than the keep-alive time of the server."""
+
+ProgressReport = Callable[[int, int], None]
+"""Called with the bytes that are present, and the bytes of all requested blobs."""
+
+
+@dataclass(frozen=True, slots=True)
+class FetchResult:
+    """What a store has after it fetched blobs."""
+
+    present: frozenset[str]
+    """SHA-256 of blobs that the store has now."""
+    unavailable: frozenset[str]
+    """SHA-256 of blobs that every named node answered not to have."""
+    failed: dict[str, str]
+    """Reason for each other blob, by SHA-256: a node that may have it did not answer. The fetch can be repeated."""
+
+
+BlobHttp: TypeAlias = httpx.AsyncClient  # noqa: TID251 - a type; `open_blob_http` makes one
+"""Connections to blob stores."""
+
+
+def open_blob_http(connector: Connector) -> BlobHttp:
+    """Return an HTTP client for blob stores with the TLS settings of `connector`; the caller closes it."""
+    return http_client(SILENCE_S, _RenewedTransport(connector))
+
+
+class BlobClient:
+    """Calls the blob store at `address`, such as `http://127.0.0.1:8000`, with the key of `job`.
+
+    `http`: connections (`open_blob_http`), which several clients can share. All methods raise StoreUnreachable,
+    NotAllowed if the key is wrong, StoreFailed if the disk of the store fails, and what they document.
+    """
+
+    def __init__(self, address: str, job: str, key: str, http: BlobHttp, clock: Clock) -> None:
+        self.address = address.rstrip("/")
+        self._base = f"{self.address}/jobs/{job}"
+        self._headers = {"Authorization": f"Bearer {key}"}
+        self._http = http
+        self._clock = clock
+
+    async def put_file(self, path: Path, *, holder: str = "") -> Blob:
+        """Store a file and return its blob. `holder`: uses up the reservation of this holder.
+
+        Raises StoreFull and BlobMismatch, and StoreFailed if the file cannot be read.
+        """
+        try:
+            blob = await asyncio.to_thread(hash_file, path)
+            with await asyncio.to_thread(path.open, "rb") as file:
+                await self._put(blob, _pieces(file), holder)
+        except OSError as error:
+            raise disk_error(f"cannot read {path}", error) from error
+        return blob
+
+    async def put_bytes(self, data: bytes, *, holder: str = "") -> Blob:
+        """Store bytes and return their blob. Raises StoreFull."""
+        blob = Blob(hashlib.sha256(data).hexdigest(), len(data))
+        await self._put(blob, data, holder)
+        return blob
+
+    async def stat(self, sha256: str) -> int:
+        """Return the size of a blob in bytes. Raises BlobMissing."""
+        with self._explain():
+            url = f"{self._base}/blobs/{check_sha256(sha256)}"
+            response = await self._http.head(url, headers=self._headers)
+            if response.is_error:  # without a body that explains it
+                kind = next((kind for kind, status in STATUS.items() if status == response.status_code), StoreFailed)
+                raise kind(f"status {response.status_code} for blob {sha256}", where=self.address)
+            return int(response.headers["content-length"])
+
+    async def read(self, sha256: str, start: int = 0) -> AsyncGenerator[bytes, None]:
+        """Yield the bytes of a blob from byte `start` on, in pieces. Does not compare the SHA-256. Raises BlobMissing."""
+        url, headers = f"{self._base}/blobs/{check_sha256(sha256)}", dict(self._headers)
+        if start:
+            headers["Range"] = f"bytes={start}-"
+        with self._explain():
+            async with self._http.stream("GET", url, headers=headers) as response:
+                if response.status_code != (206 if start else 200):
+                    await response.aread()
+                    self._result(response)
+                    raise StoreUnreachable(f"the store answered status {response.status_code}", where=self.address)
+                async for piece in response.aiter_raw(PIECE_BYTES):
+                    yield piece
+
+    async def get_to_file(self, blob: Blob, path: Path) -> None:
+        """Download a blob into a file, which is replaced if it exists. Continues after broken connections.
+
+        Raises BlobMissing, BlobMismatch if the received bytes are wrong, and StoreFailed if the file cannot be written.
+        """
+        draft = path.with_name(f".{path.name}.{os.getpid()}.part")
+        try:
+            with await asyncio.to_thread(draft.open, "wb") as file:
+                await self._download(blob, file)
+            await asyncio.to_thread(draft.replace, path)
+        except OSError as error:
+            raise disk_error(f"cannot write {path}", error) from error
+        finally:
+            with contextlib.suppress(OSError):
+                draft.unlink(missing_ok=True)
+
+    async def fetch(
+        self, blobs: Iterable[Blob], nodes: Sequence[str], progress: ProgressReport | None = None
+    ) -> FetchResult:
+        """Let the store fetch the blobs that it lacks from the stores of the named nodes, in this order.
+
+        `progress`: called from time to time. Raises StoreFull. If the caller is cancelled, the store finishes the
+        transfers that it has begun.
+        """
+        body = {"blobs": [blob._asdict() for blob in blobs], "nodes": list(nodes), "progress": True}
+        with self._explain():
+            async with self._http.stream("POST", f"{self._base}/fetch", json=body, headers=self._headers) as response:
+                if response.status_code != 200:
+                    await response.aread()
+                    self._result(response)
+                async for line in response.aiter_lines():
+                    message = json.loads(line)
+                    if "error" in message:
+                        raise decode_error(message, self.address)
+                    if "result" in message:
+                        result = message["result"]
+                        return FetchResult(
+                            frozenset(result["present"]), frozenset(result["unavailable"]), dict(result["failed"])
+                        )
+                    if progress is not None:
+                        progress(message["bytes"], message["of"])
+        raise StoreUnreachable("the store closed the connection before the end of a fetch", where=self.address)
+
+    async def pin(self, incarnation: str, sha256s: Iterable[str], ttl_s: float) -> None:
+        """Protect blobs from deletion for `ttl_s` seconds, in the name of an incarnation. Call again to renew."""
+        await self._call("POST", "pins", {"incarnation": incarnation, "sha256": list(sha256s), "ttl_s": ttl_s})
+
+    async def unpin(self, incarnation: str, sha256s: Iterable[str]) -> None:
+        """End pins of an incarnation."""
+        await self._call("DELETE", "pins", {"incarnation": incarnation, "sha256": list(sha256s)})
+
+    async def reserve(self, holder: str, size: int, ttl_s: float) -> bool:
+        """Set the reservation of a holder to `size` bytes for `ttl_s` seconds; return whether there is room.
+
+        If there is no room, the previous reservation stays.
+        """
+        answer = await self._call("POST", "reservations", {"holder": holder, "bytes": size, "ttl_s": ttl_s})
+        return bool(answer["granted"])
+
+    async def release(self, holder: str) -> None:
+        """End the reservation of a holder."""
+        await self._call("POST", "reservations", {"holder": holder, "bytes": 0, "ttl_s": 0.0})
+
+    async def link(self, sha256s: Iterable[str], folder: Path) -> tuple[str, ...]:
+        """Link verified blobs into a folder of this machine under their SHA-256; return those that the store lacks.
+
+        The folder must exist and be inside the roots of the store. Raises NotAllowed if it is elsewhere.
+        """
+        body = {"sha256": list(sha256s), "folder": str(folder)}
+        answer = await self._call("POST", "link", body, silence_s=LINK_S)
+        return tuple(answer["missing"])
+
+    async def drop_job(self) -> None:
+        """Delete all blobs, pins and reservations of the job."""
+        await self._call("DELETE", "")
+
+    async def _put(self, blob: Blob, content: bytes | AsyncIterator[bytes], holder: str) -> None:
+        headers = {**self._headers, "Content-Length": str(blob.size)}
+        with self._explain():
+            self._result(
+                await self._http.put(
+                    f"{self._base}/blobs/{blob.sha256}",
+                    content=content,
+                    headers=headers,
+                    params={"holder": holder} if holder else {},
+                )
+            )
+
+    async def _download(self, blob: Blob, file: BinaryIO) -> None:
+        digest, written, failures = hashlib.sha256(), 0, 0
+        while written < blob.size:
+            try:
+                async with contextlib.aclosing(self.read(blob.sha256, written)) as pieces:
+                    async for piece in pieces:
+                        await asyncio.to_thread(file.write, piece)
+                        digest.update(piece)
+                        written += len(piece)
+                        failures = 0
+                break
+            except StoreUnreachable:
+                failures += 1
+                if failures >= TRIES:
+                    raise
+            await self._clock.sleep(retry_delay(failures))
+        if (digest.hexdigest(), written) != blob:
+            raise BlobMismatch(f"the store sent other bytes than blob {blob.sha256}", where=self.address)
+
+    async def _call(self, method: str, path: str, body: Any = None, *, silence_s: float = SILENCE_S) -> Any:
+        with self._explain():
+            response = await self._http.request(
+                method, f"{self._base}/{path}".rstrip("/"), json=body, headers=self._headers, timeout=silence_s
+            )
+            return self._result(response)
+
+    def _result(self, response: httpx.Response) -> Any:
+        """Return the JSON of an answer. Raises the error in it."""
+        value = json.loads(response.content)
+        if response.is_error:
+            raise decode_error(value, self.address)
+        return value
+
+    @contextlib.contextmanager
+    def _explain(self) -> Iterator[None]:
+        try:
+            yield
+        except httpx.HTTPError as error:
+            raise StoreUnreachable(
+                f"the blob store does not answer ({str(error) or type(error).__name__})",
+                where=self.address,
+                fix="Check whether the daemon of its node runs",
+            ) from error
+        except (ValueError, KeyError, TypeError) as error:
+            raise StoreUnreachable(f"the answer is not one of a blob store ({error!r})", where=self.address) from error
+
+
+async def _pieces(file: BinaryIO) -> AsyncIterator[bytes]:
+    while piece := await asyncio.to_thread(file.read, PIECE_BYTES):
+        yield piece
+
+
+class _RenewedTransport(httpx.AsyncBaseTransport):
+    """httpx's transport, opened again when the certificates change. Belongs to one event loop."""
+
+    def __init__(self, connector: Connector) -> None:
+        self._connector = connector
+        self._opened: dict[int, httpx.AsyncHTTPTransport] = {}
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        generation = self._connector.generation
+        if generation not in self._opened:
+            self._opened[generation] = httpx.AsyncHTTPTransport(
+                verify=self._connector.http or _no_certificates(),
+                trust_env=False,
+                limits=httpx.Limits(max_connections=None, max_keepalive_connections=16, keepalive_expiry=_IDLE_S),
+            )
+        return await self._opened[generation].handle_async_request(request)
+
+    async def aclose(self) -> None:
+        # Transports of older certificates may still send a long blob, so none is closed earlier.
+        for one in self._opened.values():
+            await one.aclose()
+
+
+@functools.cache
+def _no_certificates() -> ssl.SSLContext:
+    """Return a TLS context that trusts no certificate: for plain HTTP, without reading the system's certificates."""
+    return ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
