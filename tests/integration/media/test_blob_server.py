@@ -1,0 +1,334 @@
+"""One blob store as a process: its routes, ranges, keys, errors, restarts and TLS."""
+
+import asyncio
+import hashlib
+import os
+import random
+import socket
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import issued
+import pytest
+from blob_stores import SECRET, TIMEOUT_S, NarrowProxy, StoreProcess
+
+from gcore.api.tls import PLAIN, Connector
+from gcore.errors import NotAllowed
+from gcore.media.client import BlobClient, BlobHttp, open_blob_http
+from gcore.media.protocol import (
+    Blob,
+    BlobMismatch,
+    BlobMissing,
+    BlobTooLarge,
+    StoreFailed,
+    StoreFull,
+    StoreUnreachable,
+    job_key,
+)
+from gcore.system.clock import SystemClock
+
+MIB = 1 << 20
+DATA = random.Random(1).randbytes(3 * MIB + 17)
+BLOB = Blob(hashlib.sha256(DATA).hexdigest(), len(DATA))
+Start = Callable[..., StoreProcess]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    started: list[StoreProcess] = []
+
+    def begin(name: str = "n1", **launch: Any) -> StoreProcess:
+        started.append(StoreProcess(name, tmp_path / name, **launch))
+        return started[-1]
+
+    yield begin
+    for one in started:
+        one.kill()
+
+
+@pytest.fixture
+async def http() -> AsyncIterator[BlobHttp]:
+    async with open_blob_http(PLAIN) as one:
+        yield one
+
+
+def key(job: str = "job") -> dict[str, str]:
+    return {"Authorization": f"Bearer {job_key(bytes.fromhex(SECRET), job)}"}
+
+
+async def health(http: BlobHttp, store: StoreProcess) -> dict[str, Any]:
+    answer: dict[str, Any] = (await http.get(f"{store.address}/health")).json()
+    return answer
+
+
+async def test_a_client_stores_reads_and_drops_blobs(start: Start, http: BlobHttp, tmp_path: Path) -> None:
+    store = start()
+    assert store.first_message["event"] == "serving"
+    client = store.client(http)
+    (tmp_path / "source").write_bytes(DATA)
+    assert await client.put_file(tmp_path / "source") == BLOB
+    assert await client.put_bytes(DATA) == BLOB  # again
+    empty = await client.put_bytes(b"")
+    assert (await client.stat(BLOB.sha256), await client.stat(empty.sha256)) == (len(DATA), 0)
+    for blob, data in ((BLOB, DATA), (empty, b"")):
+        await client.get_to_file(blob, tmp_path / "copy")
+        assert (tmp_path / "copy").read_bytes() == data
+    counters = await health(http, store)
+    expected = {"status": "ok", "blobs": 2, "bytes_stored": len(DATA), "bytes_served": len(DATA), "stored": len(DATA)}
+    assert expected.items() <= counters.items()
+    text = (await http.get(f"{store.address}/metrics")).text
+    assert f"gcore_blob_store_bytes_served {len(DATA)}\n" in text
+    await client.drop_job()
+    with pytest.raises(BlobMissing, match=f"{store.address}: status 404 for blob {BLOB.sha256}"):
+        await client.stat(BLOB.sha256)
+    with pytest.raises(BlobMissing, match=f"the store has no blob {BLOB.sha256} of job job"):
+        await client.get_to_file(BLOB, tmp_path / "copy")
+    assert (tmp_path / "copy").read_bytes() == b""
+    assert sorted(os.listdir(tmp_path)) == ["copy", "n1", "source"]
+    assert store.stop() == 0
+
+
+async def test_ranges_select_bytes_and_empty_ranges_are_refused(start: Start, http: BlobHttp) -> None:
+    store = start()
+    await store.client(http).put_bytes(DATA)
+    url = f"{store.address}/jobs/job/blobs/{BLOB.sha256}"
+
+    async def get(selected: str, method: str = "GET") -> httpx.Response:
+        return await http.request(method, url, headers={**key(), "Range": selected})
+
+    for selected, part in (
+        ("bytes=0-0", range(1)),
+        (f"bytes={2 * MIB}-", range(2 * MIB, len(DATA))),
+        ("bytes=100-2097251", range(100, 2097252)),
+        ("bytes=-5", range(len(DATA) - 5, len(DATA))),
+        (f"bytes=7-{10 * len(DATA)}", range(7, len(DATA))),
+    ):
+        answer = await get(selected)
+        assert answer.status_code == 206
+        assert answer.content == DATA[part.start : part.stop]
+        assert answer.headers["content-range"] == f"bytes {part.start}-{part.stop - 1}/{len(DATA)}"
+    for selected in (f"bytes={len(DATA)}-", "bytes=5-4", "bytes=-0"):
+        answer = await get(selected)
+        assert (answer.status_code, answer.headers["content-range"]) == (416, f"bytes */{len(DATA)}")
+        assert (
+            answer.json()["error"]["what"] == f"the range {selected!r} selects no byte of a blob of {len(DATA)} bytes"
+        )
+    for selected in ("bytes=0-1,4-5", "lines=1-2"):
+        answer = await get(selected)
+        assert (answer.status_code, answer.content == DATA) == (200, True)
+    head = await get("bytes=1-", "HEAD")
+    assert (head.status_code, head.headers["content-length"], head.content) == (206, str(len(DATA) - 1), b"")
+
+
+async def test_each_job_needs_its_own_key_and_sees_only_its_own_blobs(start: Start, http: BlobHttp) -> None:
+    store = start()
+    await store.client(http, "one").put_bytes(DATA)
+    with pytest.raises(BlobMissing):
+        await store.client(http, "two").stat(BLOB.sha256)
+    assert (await store.client(http, "two").fetch([BLOB], [])).unavailable == {BLOB.sha256}
+    wrong = BlobClient(store.address, "one", job_key(bytes.fromhex(SECRET), "two"), http, SystemClock())
+    for call in (
+        wrong.stat(BLOB.sha256),
+        wrong.put_bytes(b"small"),
+        wrong.pin("i", [BLOB.sha256], 1.0),
+        wrong.unpin("i", [BLOB.sha256]),
+        wrong.reserve("h", 1, 1.0),
+        wrong.fetch([BLOB], []),
+        wrong.link([BLOB.sha256], store.folder),
+        wrong.drop_job(),
+    ):
+        with pytest.raises(NotAllowed):
+            await call
+    for headers in ({}, {"Authorization": "Bearer junk"}, {"Authorization": key("one")["Authorization"][7:]}):
+        answer = await http.get(f"{store.address}/jobs/one/blobs/{BLOB.sha256}", headers=headers)
+        assert answer.status_code == 401
+        assert answer.json()["error"]["what"] == "the key is not that of job one"
+    assert await store.client(http, "one").stat(BLOB.sha256) == len(DATA)
+
+
+async def test_invalid_requests_are_refused_with_a_reason(start: Start, http: BlobHttp) -> None:
+    store = start()
+    for method, path, body, status, reason in (
+        (
+            "POST",
+            "pins",
+            {"incarnation": "i", "sha256": ["x"], "ttl_s": 1},
+            400,
+            "sha256.0: string should match pattern",
+        ),
+        ("POST", "pins", {"incarnation": "i", "sha256": [], "ttl_s": -1}, 400, "ttl_s: input should be greater than 0"),
+        ("POST", "fetch", {"blobs": [], "nodes": [], "urls": []}, 400, "urls: extra inputs are not permitted"),
+        ("POST", "link", [], 400, "input should be an object"),
+        ("PUT", "blobs/XYZ", {}, 400, "'XYZ' is not a SHA-256"),
+        ("PUT", f"blobs/{'0' * 64}", {}, 422, "have the SHA-256"),
+    ):
+        answer = await http.request(method, f"{store.address}/jobs/job/{path}", json=body, headers=key())
+        assert (answer.status_code, reason in answer.json()["error"]["what"]) == (status, True), answer.text
+    answer = await http.get(f"{store.address}/jobs/%2e%2e%20/blobs/{'0' * 64}", headers=key(".. "))
+    assert (answer.status_code, answer.json()["error"]["kind"]) == (400, "BlobRequestRefused")
+
+    async def chunks() -> AsyncIterator[bytes]:
+        yield DATA
+
+    answer = await http.put(f"{store.address}/jobs/job/blobs/{BLOB.sha256}", content=chunks(), headers=key())
+    assert (answer.status_code, answer.json()["error"]["what"]) == (400, "the size of the blob is missing")
+    assert (await health(http, store))["blobs"] == 0
+
+
+async def test_an_interrupted_upload_leaves_nothing(start: Start, http: BlobHttp) -> None:
+    store = start()
+    host, port = store.address.removeprefix("http://").split(":")
+    _, writer = await asyncio.open_connection(host, int(port))
+    head = f"PUT /jobs/job/blobs/{BLOB.sha256} HTTP/1.1\r\nhost: x\r\nauthorization: {key()['Authorization']}\r\n"
+    writer.write(head.encode() + b"content-length: %d\r\n\r\n" % len(DATA) + DATA[: 2 * MIB])
+    await writer.drain()
+    await until(lambda: count(store.folder / ".incoming"), 1)
+    writer.transport.abort()
+    await until(lambda: count(store.folder / ".incoming"), 0)
+    assert (await health(http, store))["incoming"] == 0
+    with pytest.raises(BlobMissing):
+        await store.client(http).stat(BLOB.sha256)
+
+
+async def test_a_full_store_refuses_blobs_and_reservations_until_pins_end(start: Start, http: BlobHttp) -> None:
+    store = start(bound_bytes=len(DATA) + MIB, grace_s=0.0)
+    client = store.client(http)
+    with pytest.raises(BlobTooLarge, match=f"the blob has {len(DATA) + 2 * MIB} bytes, but the whole store may have"):
+        await client.put_bytes(bytes(len(DATA) + 2 * MIB))
+    assert await client.reserve("controller", len(DATA), 60.0)
+    assert not await client.reserve("engine", 2 * MIB, 60.0)
+    with pytest.raises(StoreFull, match=f"{len(DATA)} are reserved"):
+        await client.put_bytes(bytes(2 * MIB))
+    await client.put_bytes(DATA, holder="controller")
+    await client.pin("i", [BLOB.sha256], 60.0)
+    with pytest.raises(StoreFull, match=f"no room for {2 * MIB} bytes: of {len(DATA) + MIB}, {len(DATA)} are pinned"):
+        await client.put_bytes(bytes(2 * MIB))
+    await client.release("controller")
+    await client.unpin("i", [BLOB.sha256])
+    assert await client.reserve("engine", 2 * MIB, 60.0)
+    await client.put_bytes(bytes(2 * MIB), holder="engine")
+    with pytest.raises(BlobMissing):
+        await client.stat(BLOB.sha256)
+    counters = await health(http, store)
+    assert (counters["blobs_deleted"], counters["reserved"], counters["pinned"]) == (1, 0, 0)
+
+
+async def test_blobs_are_linked_only_into_the_roots_of_the_launch_document(
+    start: Start, http: BlobHttp, tmp_path: Path
+) -> None:
+    world = tmp_path / "run" / "world"
+    world.mkdir(parents=True)
+    (tmp_path / "run" / "escape").symlink_to(tmp_path)
+    store = start(link_roots=[str(tmp_path / "run")])
+    client = store.client(http)
+    await client.put_bytes(DATA)
+    assert await client.link([BLOB.sha256, "0" * 64], world) == ("0" * 64,)
+    assert (world / BLOB.sha256).samefile(store.path(BLOB.sha256))
+    for folder in (tmp_path, world / ".." / "..", tmp_path / "run" / "escape"):
+        with pytest.raises(NotAllowed, match="blobs may not be linked into"):
+            await client.link([BLOB.sha256], folder)
+    with pytest.raises(StoreFailed, match="No such file or directory"):
+        await client.link([BLOB.sha256], world / "absent")
+    assert await store.client(http, "two").link([BLOB.sha256], world) == (BLOB.sha256,)
+
+
+async def test_a_store_that_was_killed_serves_its_blobs_again_and_removes_damaged_ones(
+    start: Start, http: BlobHttp, tmp_path: Path
+) -> None:
+    store = start()
+    client = store.client(http)
+    other = await client.put_bytes(DATA[:MIB])
+    await client.put_bytes(DATA)
+    store.kill()
+    with pytest.raises(StoreUnreachable, match="does not answer"):
+        await client.stat(BLOB.sha256)
+    store.path(BLOB.sha256).chmod(0o644)
+    with store.path(BLOB.sha256).open("r+b") as file:
+        file.seek(MIB)
+        file.write(b"damage")
+    store.start()
+    client = store.client(http)
+    await client.get_to_file(other, tmp_path / "copy")
+    with pytest.raises(BlobMissing, match="have changed, so it was removed"):
+        await client.get_to_file(BLOB, tmp_path / "copy")
+    assert (tmp_path / "copy").read_bytes() == DATA[:MIB]
+    counters = await health(http, store)
+    assert (counters["blobs_damaged"], counters["blobs"]) == (1, 1)
+    assert not store.path(BLOB.sha256).exists()
+    await client.put_bytes(DATA)
+    assert await client.stat(BLOB.sha256) == len(DATA)
+
+
+async def test_a_download_continues_after_a_broken_connection(start: Start, http: BlobHttp, tmp_path: Path) -> None:
+    store = start()
+    await store.client(http).put_bytes(DATA)
+    proxy = await NarrowProxy.start(store.address, 2 * MIB + 300_000)
+    client = BlobClient(proxy.address, "job", job_key(bytes.fromhex(SECRET), "job"), http, SystemClock())
+    getting = asyncio.create_task(client.get_to_file(BLOB, tmp_path / "copy"))
+    await asyncio.wait_for(proxy.exhausted.wait(), TIMEOUT_S)
+    before = (await health(http, store))["bytes_served"]
+    proxy.cut()
+    await getting
+    await proxy.close()
+    assert (tmp_path / "copy").read_bytes() == DATA
+    assert (await health(http, store))["bytes_served"] - before <= len(DATA) - MIB
+
+
+async def test_a_download_of_other_bytes_is_refused(start: Start, http: BlobHttp, tmp_path: Path) -> None:
+    store = start()
+    client = store.client(http)
+    await client.put_bytes(DATA)
+    store.path(BLOB.sha256).chmod(0o644)
+    with store.path(BLOB.sha256).open("r+b") as file:  # after the store has verified it
+        file.write(b"damage")
+    with pytest.raises(BlobMismatch, match="the store sent other bytes than blob"):
+        await client.get_to_file(BLOB, tmp_path / "copy")
+    assert not (tmp_path / "copy").exists()
+
+
+async def test_stores_with_certificates_serve_and_fetch_over_tls(start: Start, tmp_path: Path) -> None:
+    ca = issued.authority(tmp_path / "ca")
+    materials = {name: issued.node(ca, name) for name in ("n1", "n2")}
+    first, second = (
+        start(name, tls={"ca": str(one.ca), "cert": str(one.cert), "key": str(one.key)})
+        for name, one in materials.items()
+    )
+    second.set_nodes(first)
+    async with open_blob_http(Connector(materials["n1"])) as http:
+        await first.client(http).put_bytes(DATA)
+        result = await second.client(http).fetch([BLOB], ["n1"])
+        assert result.present == {BLOB.sha256}
+        assert await second.client(http).stat(BLOB.sha256) == len(DATA)
+    foreign = issued.node(issued.authority(tmp_path / "foreign"), "n1")
+    async with open_blob_http(Connector(foreign)) as http:
+        with pytest.raises(StoreUnreachable, match="certificate verify failed"):
+            await first.client(http).stat(BLOB.sha256)
+
+
+def test_a_store_reports_why_it_cannot_start(start: Start, tmp_path: Path) -> None:
+    start()
+    again = StoreProcess("n1", tmp_path / "n1")
+    assert again.first_message["event"] == "failed"
+    assert "another process uses this blob store" in again.first_message["reason"]
+    assert again.process is not None
+    assert again.process.wait(TIMEOUT_S) == 2
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        other = StoreProcess("n2", tmp_path / "n2", port=taken.getsockname()[1])
+        assert "cannot listen at this address" in other.first_message["reason"]
+    wrong = StoreProcess("n3", tmp_path / "n3", bound_bytes=0)
+    assert wrong.first_message["reason"].startswith("launch document: bound_bytes: input should be greater than 0")
+    for one in (again, other, wrong):
+        one.kill()
+
+
+async def until(read: Callable[[], int], wanted: int) -> None:
+    """Wait until `read` returns the wanted number."""
+    async with asyncio.timeout(TIMEOUT_S):
+        while await asyncio.to_thread(read) != wanted:  # noqa: ASYNC110 - of another process
+            await asyncio.sleep(0.01)
+
+
+def count(folder: Path) -> int:
+    return len(list(folder.iterdir()))
