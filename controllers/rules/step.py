@@ -240,7 +240,7 @@ def exchange_batch(view: JobView) -> Iterator[Intent]:
         # The topic contains the number of missing samples and the fetched bytes, so each arrival restarts the delay: a large batch on a slow network
         # arrives eventually.
         left = sum(len(samples) for of_rank in missing.values() for samples in of_rank.values())
-        fetched = sum(one.fetched for rank in missing for one in view.fetching(seal, rank).values())
+        fetched = sum(view.ranks[rank].fetched_bytes for rank in missing if rank in view.ranks)
         why = f"{len(undelivered)} groups were not delivered, and nothing arrived for {EXCHANGE_LIMIT_S:.0f} s"
         overdue = f"overdue {seal.token} {left} {fetched}"
         yield Intent(GiveUpBatch(seal.step, why), overdue, view.turn(topic), after=EXCHANGE_LIMIT_S)

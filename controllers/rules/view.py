@@ -159,6 +159,8 @@ class RankView:
     fetching: Mapping[str, Fetching] = field(default_factory=dict)
     """The samples of that batch that have arrived and whose blobs (pictures, arrays) the rank does not have yet: group
     digest -> their indexes and bytes."""
+    fetched_bytes: int = 0
+    """Bytes of blobs that the rank has received in its life, also of incomplete ones."""
     applied: Token | None = None
     """The batch that the rank has trained last."""
     content: bytes = b""

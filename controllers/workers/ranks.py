@@ -336,6 +336,7 @@ class RankConnections:
             holding=holding,
             held=self._held(rank, holding),
             fetching=self._fetching(rank, holding),
+            fetched_bytes=state.fetched_bytes,
             applied=applied,
             content=state.report.content_sha256,
             metrics=dict(state.report.metrics),

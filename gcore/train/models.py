@@ -381,7 +381,7 @@ def load_models(
 
 def _vision_feeding(launch: RankLaunch, module: nn.Module) -> VisionFeeding | None:
     """What provides the pictures of samples to the models; None for a job without pictures. Raises DataError."""
-    if not launch.blob_dir:
+    if launch.blobs is None:
         return None
     if not has_vision(module.config):
         raise DataError(
@@ -389,7 +389,7 @@ def _vision_feeding(launch: RankLaunch, module: nn.Module) -> VisionFeeding | No
             where=str(launch.model_path),
             fix="Use a vision-language model, or remove data.images",
         )
-    return VisionFeeding(module, PictureProcessor(launch.model_path), Path(launch.blob_dir))
+    return VisionFeeding(module, PictureProcessor(launch.model_path), Path(launch.blobs.folder))
 
 
 def _reference(

@@ -199,7 +199,7 @@ class WatchRequest(_message.Message):
     def __init__(self, world: _Optional[_Union[WorldId, _Mapping]] = ...) -> None: ...
 
 class RankState(_message.Message):
-    __slots__ = ("schema_version", "world", "rank", "world_size", "holding", "held", "applied", "report", "phase", "progress", "error", "saved", "writing", "streaming", "begun", "begun_sha256", "trouble", "released", "clock", "phase_seconds", "fetching")
+    __slots__ = ("schema_version", "world", "rank", "world_size", "holding", "held", "applied", "report", "phase", "progress", "error", "saved", "writing", "streaming", "begun", "begun_sha256", "trouble", "released", "clock", "phase_seconds", "fetching", "fetched_bytes")
     class PhaseSecondsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -228,6 +228,7 @@ class RankState(_message.Message):
     CLOCK_FIELD_NUMBER: _ClassVar[int]
     PHASE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     FETCHING_FIELD_NUMBER: _ClassVar[int]
+    FETCHED_BYTES_FIELD_NUMBER: _ClassVar[int]
     schema_version: int
     world: WorldId
     rank: int
@@ -249,7 +250,8 @@ class RankState(_message.Message):
     clock: float
     phase_seconds: _containers.ScalarMap[str, float]
     fetching: _containers.RepeatedCompositeFieldContainer[FetchingGroup]
-    def __init__(self, schema_version: _Optional[int] = ..., world: _Optional[_Union[WorldId, _Mapping]] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., holding: _Optional[_Union[StepToken, _Mapping]] = ..., held: _Optional[_Iterable[_Union[HeldGroup, _Mapping]]] = ..., applied: _Optional[_Union[StepToken, _Mapping]] = ..., report: _Optional[_Union[StepReport, _Mapping]] = ..., phase: _Optional[str] = ..., progress: _Optional[int] = ..., error: _Optional[str] = ..., saved: _Optional[_Union[SavedCheckpoint, _Mapping]] = ..., writing: _Optional[_Union[CheckpointWrite, _Mapping]] = ..., streaming: _Optional[_Union[StepToken, _Mapping]] = ..., begun: _Optional[int] = ..., begun_sha256: _Optional[bytes] = ..., trouble: _Optional[str] = ..., released: _Optional[_Iterable[str]] = ..., clock: _Optional[float] = ..., phase_seconds: _Optional[_Mapping[str, float]] = ..., fetching: _Optional[_Iterable[_Union[FetchingGroup, _Mapping]]] = ...) -> None: ...
+    fetched_bytes: int
+    def __init__(self, schema_version: _Optional[int] = ..., world: _Optional[_Union[WorldId, _Mapping]] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., holding: _Optional[_Union[StepToken, _Mapping]] = ..., held: _Optional[_Iterable[_Union[HeldGroup, _Mapping]]] = ..., applied: _Optional[_Union[StepToken, _Mapping]] = ..., report: _Optional[_Union[StepReport, _Mapping]] = ..., phase: _Optional[str] = ..., progress: _Optional[int] = ..., error: _Optional[str] = ..., saved: _Optional[_Union[SavedCheckpoint, _Mapping]] = ..., writing: _Optional[_Union[CheckpointWrite, _Mapping]] = ..., streaming: _Optional[_Union[StepToken, _Mapping]] = ..., begun: _Optional[int] = ..., begun_sha256: _Optional[bytes] = ..., trouble: _Optional[str] = ..., released: _Optional[_Iterable[str]] = ..., clock: _Optional[float] = ..., phase_seconds: _Optional[_Mapping[str, float]] = ..., fetching: _Optional[_Iterable[_Union[FetchingGroup, _Mapping]]] = ..., fetched_bytes: _Optional[int] = ...) -> None: ...
 
 class SavedCheckpoint(_message.Message):
     __slots__ = ("lineage", "step", "file", "sha256")

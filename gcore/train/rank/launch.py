@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from pydantic import NonNegativeInt, PositiveInt, model_validator
+from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from gcore.api.tls import ServingTls
 from gcore.config.spec import JobSpec
@@ -35,6 +35,16 @@ class WorldStart(RecordPart):
     step: NonNegativeInt
     checkpoint: str = ""
     state: WorldState | None = None
+
+
+class RankBlobs(RecordPart):
+    """Where a rank gets blobs. `store`: base URL of the blob store of its node. `key`: of the job. `folder`: for the
+    blobs of this world and rank, named by SHA-256; only this rank deletes there.
+    """
+
+    store: str
+    key: str = Field(repr=False)
+    folder: str
 
 
 class RankLaunch(RecordPart):
@@ -63,8 +73,8 @@ class RankLaunch(RecordPart):
 
     Empty: no replicas are made.
     """
-    blob_dir: str = ""
-    """Folder for the blobs of this world (pictures and other arrays), named by SHA-256. Empty: the job has none."""
+    blobs: RankBlobs | None = None
+    """Where the rank gets the blobs of samples (pictures and other arrays); None: the job has none."""
 
     @model_validator(mode="after")
     def _check_world(self) -> RankLaunch:

@@ -24,12 +24,13 @@ import warnings
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import grpc
 
 from gcore.api.rpc import NodesOnlyInterceptor, VersionGate, server_credentials
-from gcore.api.tls import ReloadingFiles
+from gcore.api.tls import Connector, ReloadingFiles
 from gcore.api.v1 import train_pb2_grpc
 from gcore.config.train import STORED
 from gcore.errors import GcoreError
@@ -45,6 +46,9 @@ from gcore.train.rank.launch import CannotOffload, PhaseMeter, PhaseTotals, Rank
 from gcore.train.rank.service import RankStatus, TrainRankService
 from gcore.types import Version
 from gcore.worker.control import ControlLine
+
+if TYPE_CHECKING:
+    from gcore.train.rank.blobs import BlobFetcher
 
 if TYPE_CHECKING:
     from gcore.train.backends.distributed import Collective
@@ -330,6 +334,8 @@ class RankProcess:
             interceptors=[*([NodesOnlyInterceptor()] if launch.tls else []), VersionGate()],
             options=[("grpc.max_receive_message_length", MESSAGE_BYTES)],
         )
+        self._fetcher: BlobFetcher | None = None
+        self._fetching: asyncio.Task[None] | None = None
         self._loaded: RankTrainer | None = None
         self._writer = BackgroundWriter(launch.run_path, launch.world, self._wrote_soon)
         self._busy = asyncio.create_task(self._load())
@@ -353,13 +359,33 @@ class RankProcess:
             self._thread, self._loader, self._launch, meet, self._clock, self._pulse.tell, self._writer
         )
         train_pb2_grpc.add_TrainRankServicer_to_server(
-            TrainRankService(self._board, self._begin, self._begin_part, self._rest), self._server
+            TrainRankService(self._board, self._begin, self._begin_part, self._rest, self._look_for_blobs), self._server
         )
+        self._start_fetching()
         port = self._listen(join_host_port(self._launch.host, 0))
         await self._server.start()
         log.info("rank %d of %s serves", self._launch.rank, self._board.state.name)
         self._control.send("serving", address=join_host_port(self._launch.host, port))
         self._pulse.tell("waiting")
+
+    def _start_fetching(self) -> None:
+        """Begin to fetch the blobs of samples, if the job has any."""
+        blobs = self._launch.blobs
+        if blobs is None:
+            return
+        # Imported here, because ranks of text models need no HTTP client.
+        from gcore.media.client import BlobClient, open_blob_http
+        from gcore.train.rank.blobs import BlobFetcher
+
+        http = open_blob_http(Connector(None if self._launch.tls is None else self._launch.tls.material))
+        client = BlobClient(blobs.store, self._launch.job_uid, blobs.key, http, self._clock)
+        self._fetcher = BlobFetcher(client, Path(blobs.folder), self._board, self._clock)
+        self._fetching = asyncio.create_task(self._fetcher.run(), name="blobs")
+        self._fetching.add_done_callback(self._finished)
+
+    def _look_for_blobs(self) -> None:
+        if self._fetcher is not None:
+            self._fetcher.look()
 
     def _listen(self, address: str) -> int:
         tls = self._launch.tls
@@ -414,6 +440,7 @@ class RankProcess:
         result: StepResult = await self._loop.run_in_executor(self._thread, self._loaded.run, work, self._pulse.tell)
         self._pulse.tell(self._resting)
         self._board.reported(result, content_sha256(work.seal))
+        self._look_for_blobs()  # deletes those of the step
 
     @property
     def _resting(self) -> str:

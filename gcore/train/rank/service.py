@@ -88,6 +88,8 @@ class RankStatus:
         self.saved: WrittenCheckpoint | None = None
         self.writing: WriteProgress | None = None
         self.trouble = ""
+        self.fetched_bytes = 0
+        """Bytes of blobs that were received so far, also of incomplete ones."""
         self.released: frozenset[str] = frozenset()
         """The parts of the rank's memory that are released: `optimizer`, `weights`, both or none."""
         self._report: pb.StepReport | None = None
@@ -148,6 +150,7 @@ class RankStatus:
         message.phase = "failed" if self.error else self.phase
         message.progress, message.error = self.progress, self.error
         message.trouble = self.trouble
+        message.fetched_bytes = self.fetched_bytes
         if self._phase_totals is not None:
             totals = self._phase_totals()
             message.clock = totals.at

@@ -303,7 +303,10 @@ def with_fetching_ranks(view: JobView, seal: Seal, fetched: int, unavailable: fr
         group.digest: Fetching(frozenset(range(len(group.response_tokens))), 100, fetched, unavailable)
         for group in seal.groups
     }
-    ranks = {rank: RankView(rank, holding=seal.token, fetching=fetching) for rank in range(seal.world_size)}
+    ranks = {
+        rank: RankView(rank, holding=seal.token, fetching=fetching, fetched_bytes=fetched)
+        for rank in range(seal.world_size)
+    }
     return replace(view, ranks=ranks)
 
 
