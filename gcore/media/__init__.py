@@ -1,6 +1,6 @@
-"""Pictures and other large arrays of prompts and samples, kept as files that are named by their SHA-256 (*blobs*).
+"""Pictures and other large arrays: the store of their bytes, and how pictures become blobs and tokens.
 
-Each node has one store of blobs. `blobs` is its folder, with the rules of `accounts`: pins, reservations, collection.
-`server` is its process, `transfers` fetches blobs from the stores of other nodes, `client` calls a store. `protocol` has
-the errors and the job keys. Read `blobs` first.
+`blobs` is the folder of a node's store, `server` its process, `client` calls it. `pictures` reads picture files,
+`placeholders` computes their tokens, `picture_index` describes those of a data source. Blobs are named by SHA-256 and
+belong to one job; messages and records name them (`gcore.types.Medium`).
 """
