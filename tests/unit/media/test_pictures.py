@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import os
 import random
 import struct
@@ -16,28 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from picture_files import decoded, encoded, picture
 from PIL import Image, ImageOps, PngImagePlugin
 
 from gcore.media.pictures import MAX_DECODE_PIXELS, PictureError, inspect_picture, normalize_picture
-
-
-def picture(width: int = 12, height: int = 8, mode: str = "RGB") -> Image.Image:
-    """A picture in which every pixel differs from its neighbours."""
-    image = Image.new("RGB", (width, height))
-    image.putdata([(x * 19 % 256, y * 31 % 256, (x + y) * 7 % 256) for y in range(height) for x in range(width)])
-    return image if mode == "RGB" else image.convert(mode)
-
-
-def encoded(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
-    out = io.BytesIO()
-    image.save(out, kind, **options)
-    return out.getvalue()
-
-
-def decoded(data: bytes) -> Image.Image:
-    image = Image.open(io.BytesIO(data))
-    image.load()
-    return image
 
 
 def same_size(height: int, width: int) -> tuple[int, int]:

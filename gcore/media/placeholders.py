@@ -1,0 +1,558 @@
+"""How many tokens a model uses for a picture, computed from the picture's size alone.
+
+A prompt with pictures has two forms. The *short* ids have one placeholder for each picture; engines receive them. The
+*expanded* ids have all tokens of each picture; the trainer and all counts use them. `PictureRule` converts between them
+as the model's own processor (transformers 5) does, without torch and without decoding a picture:
+
+- Qwen2-VL, Qwen2.5-VL, Qwen3-VL: the picture is resized to multiples of patch x merge within bounds for its pixels. One
+  token for each merged patch.
+- Idefics 3, SmolVLM: the picture is cut into tiles and also shown as a whole. A fixed number of tokens for each.
+- LLaVA, Gemma 3: one size, so one number of tokens.
+
+`target_size` is stable: it maps its own results to themselves. So a picture of this size passes through the processor
+without another resize.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from gcore.errors import DataError
+from gcore.media.model_files import ModelFiles
+from gcore.media.pictures import MAX_ASPECT
+from gcore.types import Range
+
+Size = tuple[int, int]
+"""Height and width of a picture in pixels."""
+
+_MOST_RESIZES = 16
+_MAX_SIDE = 4096
+"""Idefics 3: longest side of a resized picture in pixels."""
+
+_NEWLINE = "\n"
+
+
+class PictureRule(ABC):
+    """How a model's processor resizes a picture, and which tokens stand for it. Immutable, thread-safe."""
+
+    def __init__(self, folder: ModelFiles, placeholder_id: int, image_token_id: int) -> None:
+        self._folder = folder
+        self.placeholder_id = placeholder_id
+        """The token that stands for a picture in short ids."""
+        self.image_token_id = image_token_id
+        """The token at whose places in expanded ids the model puts a picture's features."""
+
+    @staticmethod
+    def load(folder: Path | str, *, min_pixels: int | None = None, max_pixels: int | None = None) -> PictureRule:
+        """Load the rule of a Hugging Face model folder. `min_pixels`, `max_pixels`: bounds for height x width of a
+        resized picture, instead of the processor's.
+
+        Engines and ranks need the same bounds. Raises DataError for a model without a vision part, of an unknown
+        family, or without a processor, and for bounds that its processor does not have.
+        """
+        files = ModelFiles(Path(folder))
+        if not files.vision:
+            raise DataError(
+                f"the model has no vision part (model_type {files.family!r})",
+                where=str(files.path),
+                fix="Use a vision-language model, or remove data.images",
+            )
+        kind = _FAMILIES.get(files.family)
+        if kind is None:
+            raise DataError(
+                f"pictures are not supported for models of the type {files.family!r}",
+                where=str(files.path),
+                fix=f"Use a model of one of these types: {', '.join(sorted(_FAMILIES))}",
+            )
+        if not files.images:
+            raise DataError(
+                "the model folder has no processor: neither preprocessor_config.json nor processor_config.json "
+                "describes its pictures",
+                where=str(files.path),
+                fix="Save the model's processor there (processor.save_pretrained)",
+            )
+        if files.images.get("do_resize") is False:
+            raise files.error("do_resize is false")
+        if kind is not SmartResizeRule and not (min_pixels is None and max_pixels is None):
+            raise DataError(
+                f"min_pixels and max_pixels are not supported for models of the type {files.family!r}, whose processor "
+                "has no such bounds",
+                where=str(files.path),
+                fix="Remove data.min_pixels and data.max_pixels",
+            )
+        return SmartResizeRule(files, min_pixels, max_pixels) if kind is SmartResizeRule else kind(files)
+
+    @property
+    def family(self) -> str:
+        """The model type, such as qwen3_vl."""
+        return self._folder.family
+
+    @property
+    @abstractmethod
+    def media_token_ids(self) -> frozenset[int]:
+        """Tokens that only pictures and videos of a prompt may have, and that must never be sampled."""
+
+    @cached_property
+    def picture_text(self) -> str:
+        """The text that stands for a picture in a plain-text prompt. It encodes to one placeholder and, if the model
+        has them, the tokens around it. Raises DataError."""
+        text = self._folder.token(self.placeholder_id)
+        if not text:
+            raise DataError(
+                f"the tokenizer has no token {self.placeholder_id}, which stands for pictures",
+                where=str(self._folder.path),
+                fix="Save the model with its own tokenizer",
+            )
+        return text
+
+    def target_size(self, height: int, width: int) -> Size:
+        """Return height and width in pixels to which a picture of this size is resized. Raises DataError if one side is
+        too long for the other."""
+        size = (height, width)
+        for _ in range(_MOST_RESIZES):
+            resized = self._resize(*size)
+            if resized == size:
+                return size
+            size = resized
+        raise DataError(
+            f"the model's processor would resize a picture of {width}x{height} pixels again and again",
+            where=str(self._folder.path),
+            fix="Raise data.max_pixels, or correct the processor's settings",
+        )
+
+    @abstractmethod
+    def picture_ids(self, height: int, width: int) -> tuple[int, ...]:
+        """Return the tokens that replace the placeholder of a picture of this size in pixels. Raises DataError."""
+
+    def token_count(self, height: int, width: int) -> int:
+        """Return the number of tokens of a picture of this size in pixels. Raises DataError."""
+        return len(self.picture_ids(height, width))
+
+    def expand(self, short_ids: Sequence[int], sizes: Sequence[Size]) -> tuple[int, ...]:
+        """Replace the placeholder of each picture by its tokens. `sizes`: of the pictures, in order.
+
+        Raises DataError if the numbers of placeholders and pictures differ, or ids contain other tokens of pictures.
+        """
+        found = sum(token == self.placeholder_id for token in short_ids)
+        if found != len(sizes):
+            raise _different("placeholder", found, len(sizes))
+        self._check_short(short_ids)
+        left = iter(sizes)
+        ids: list[int] = []
+        for token in short_ids:
+            if token == self.placeholder_id:
+                ids += self.picture_ids(*next(left))
+            else:
+                ids.append(token)
+        return tuple(ids)
+
+    def runs(self, ids: Sequence[int], sizes: Sequence[Size] | None = None) -> tuple[Range, ...]:
+        """Return the range of each picture in expanded ids: what `expand` put in place of its placeholder.
+
+        `sizes`: of the pictures, in order; checked if given. They are needed where pictures follow one another without
+        a token between them. Raises DataError if ids do not consist of whole pictures, or not of those.
+        """
+        ranges = self._find(ids, sizes)
+        if sizes is None:
+            return ranges
+        if len(ranges) != len(sizes):
+            raise _different("run of picture tokens", len(ranges), len(sizes))
+        for number, ((start, end), size) in enumerate(zip(ranges, sizes, strict=True), 1):
+            if tuple(ids[start:end]) != self.picture_ids(*size):
+                raise DataError(
+                    f"picture {number} has {end - start} tokens, but its size of {size[1]}x{size[0]} pixels gives "
+                    f"{self.token_count(*size)} tokens",
+                    fix="Use the same processor settings in all places",
+                )
+        return ranges
+
+    def _check_short(self, short_ids: Sequence[int]) -> None:
+        """Raise DataError if short ids contain tokens that only expanded ids or videos have."""
+        wrong = self._expanded_only.intersection(short_ids)
+        if wrong:
+            names = ", ".join(repr(self._folder.token(token) or token) for token in sorted(wrong))
+            raise DataError(
+                f"the prompt's text contains {names}, which is not a picture",
+                fix="Remove it from the text; videos are not supported",
+            )
+
+    @property
+    @abstractmethod
+    def _expanded_only(self) -> frozenset[int]:
+        """Tokens that short ids must not contain."""
+
+    @abstractmethod
+    def _resize(self, height: int, width: int) -> Size:
+        """Return the size to which the processor resizes a picture. Raises DataError."""
+
+    @abstractmethod
+    def _find(self, ids: Sequence[int], sizes: Sequence[Size] | None) -> tuple[Range, ...]:
+        """Return the ranges of the pictures. Raises DataError."""
+
+    def _runs_of(self, ids: Sequence[int], counts: Sequence[int] | None) -> tuple[Range, ...]:
+        """Return the ranges of pictures that consist of image tokens only. `counts`: tokens of each picture; None: each
+        run is a picture."""
+        runs = _token_runs(ids, self.image_token_id)
+        if counts is None:
+            return runs
+        left = iter(counts)
+        ranges: list[Range] = []
+        for start, end in runs:
+            while start < end:
+                count = next(left, None)
+                if count is None or start + count > end:
+                    total = sum(last - first for first, last in runs)
+                    raise DataError(
+                        f"the prompt has {total} image tokens in {len(runs)} runs, but its {len(counts)} pictures have "
+                        f"{sum(counts)}",
+                        fix="Use the same processor settings in all places",
+                    )
+                ranges.append((start, start + count))
+                start += count
+        return tuple(ranges)
+
+
+class SmartResizeRule(PictureRule):
+    """Rule of the Qwen-VL models. Sides are multiples of `patch_size` x `merge_size` pixels; height x width is between
+    `min_pixels` and `max_pixels`, if the picture's shape allows it."""
+
+    def __init__(self, folder: ModelFiles, min_pixels: int | None, max_pixels: int | None) -> None:
+        ids = _QWEN_3_5_IDS if folder.family.startswith("qwen3_5") else _QWEN_IDS
+        image = folder.token_id(("image_token_id",), ids.image)
+        super().__init__(folder, image, image)
+        self.vision_start_id = folder.token_id(("vision_start_token_id",), ids.start)
+        self.vision_end_id = folder.token_id(("vision_end_token_id",), ids.end)
+        self.video_token_id = folder.token_id(("video_token_id",), ids.video)
+        self.patch_size = folder.number(folder.images, "patch_size", 14)
+        self.merge_size = folder.number(folder.images, "merge_size", 2)
+        for name, own in (("patch_size", self.patch_size), ("spatial_merge_size", self.merge_size)):
+            if folder.vision.get(name, own) != own:
+                raise folder.error(f"its {name} is {own}, but the model's is {folder.vision[name]}")
+        size = folder.mapping(folder.images, "size")
+        least = folder.images.get("min_pixels") or size.get("shortest_edge") or size.get("min_pixels")
+        most = folder.images.get("max_pixels") or size.get("longest_edge") or size.get("max_pixels")
+        self.min_pixels = min_pixels or folder.number({"min_pixels": least}, "min_pixels", 56 * 56)
+        self.max_pixels = max_pixels or folder.number({"max_pixels": most}, "max_pixels", 28 * 28 * 1280)
+        if self.min_pixels > self.max_pixels:
+            raise DataError(
+                f"min_pixels ({self.min_pixels}) is above max_pixels ({self.max_pixels})",
+                where=str(folder.path),
+                fix="Correct data.min_pixels and data.max_pixels; unset ones come from the model's processor",
+            )
+
+    @property
+    def media_token_ids(self) -> frozenset[int]:
+        return self._folder.known(self.image_token_id, self.video_token_id, self.vision_start_id, self.vision_end_id)
+
+    @cached_property
+    def picture_text(self) -> str:
+        inner = super().picture_text
+        return self._folder.token(self.vision_start_id) + inner + self._folder.token(self.vision_end_id)
+
+    def _resize(self, height: int, width: int) -> Size:
+        """The function `smart_resize` of Qwen2-VL's processor in transformers."""
+        if max(height, width) / min(height, width) > MAX_ASPECT:
+            raise DataError(
+                f"a picture of {width}x{height} pixels has one side more than {MAX_ASPECT} times as long as the other",
+                fix="Cut or pad it, or raise data.max_pixels",
+            )
+        factor = self.patch_size * self.merge_size
+        rows, columns = round(height / factor) * factor, round(width / factor) * factor
+        if rows * columns > self.max_pixels:
+            scale = math.sqrt(height * width / self.max_pixels)
+            rows = max(factor, math.floor(height / scale / factor) * factor)
+            columns = max(factor, math.floor(width / scale / factor) * factor)
+        elif rows * columns < self.min_pixels:
+            scale = math.sqrt(self.min_pixels / (height * width))
+            rows = math.ceil(height * scale / factor) * factor
+            columns = math.ceil(width * scale / factor) * factor
+        return rows, columns
+
+    def token_count(self, height: int, width: int) -> int:
+        rows, columns = self.grid(height, width)
+        return rows * columns // self.merge_size**2
+
+    def grid(self, height: int, width: int) -> tuple[int, int]:
+        """Return rows and columns of patches of a picture of this size in pixels. Raises DataError."""
+        rows, columns = self.target_size(height, width)
+        return rows // self.patch_size, columns // self.patch_size
+
+    def picture_ids(self, height: int, width: int) -> tuple[int, ...]:
+        return (self.image_token_id,) * self.token_count(height, width)
+
+    @property
+    def _expanded_only(self) -> frozenset[int]:
+        return frozenset({self.video_token_id})
+
+    def _find(self, ids: Sequence[int], sizes: Sequence[Size] | None) -> tuple[Range, ...]:
+        return self._runs_of(ids, None if sizes is None else [self.token_count(*size) for size in sizes])
+
+
+class FixedRule(PictureRule):
+    """Rule of LLaVA. The processor cuts every picture to one size, so each has the same number of tokens."""
+
+    def __init__(self, folder: ModelFiles) -> None:
+        image = folder.token_id(("image_token_id", "image_token_index"), 32000)
+        super().__init__(folder, image, image)
+        if folder.images.get("do_pad"):
+            raise folder.error("do_pad is true")
+        size = folder.images.get("size")
+        self._size: Mapping[str, Any] = size if isinstance(size, Mapping) else {"shortest_edge": size or 224}
+        self._count = self._fixed_count()
+
+    def _fixed_count(self) -> int:
+        folder = self._folder
+        patch = folder.processor.get("patch_size")
+        if patch is None:
+            return folder.number(folder.config, "image_seq_length", 576)
+        cut = folder.images.get("crop_size") or {"height": 224, "width": 224}
+        cut = cut if isinstance(cut, Mapping) else {"height": cut, "width": cut}
+        if folder.images.get("do_center_crop") is False:
+            if "height" not in self._size:
+                raise folder.error("do_center_crop is false, so pictures differ in size")
+            cut = self._size
+        rows, columns = (folder.number(cut, side, 224) // int(patch) for side in ("height", "width"))
+        dropped = folder.processor.get("vision_feature_select_strategy") == "default"
+        return rows * columns + int(folder.processor.get("num_additional_image_tokens") or 0) - dropped
+
+    @property
+    def media_token_ids(self) -> frozenset[int]:
+        return self._folder.known(self.image_token_id)
+
+    def _resize(self, height: int, width: int) -> Size:
+        if "shortest_edge" not in self._size:
+            return self._folder.number(self._size, "height", 224), self._folder.number(self._size, "width", 224)
+        short = self._folder.number(self._size, "shortest_edge", 224)
+        long = int(short * max(height, width) / min(height, width))
+        return (short, long) if height <= width else (long, short)
+
+    def picture_ids(self, height: int, width: int) -> tuple[int, ...]:
+        return (self.image_token_id,) * self._count
+
+    @property
+    def _expanded_only(self) -> frozenset[int]:
+        return frozenset()
+
+    def _find(self, ids: Sequence[int], sizes: Sequence[Size] | None) -> tuple[Range, ...]:
+        number = sum(token == self.image_token_id for token in ids) // self._count
+        return self._runs_of(ids, [self._count] * (number if sizes is None else len(sizes)))
+
+
+class WrappedRule(PictureRule):
+    """Rule of Gemma 3. Each picture has one size and the same tokens, between a begin and an end token, with empty lines
+    around them. The empty lines join with newlines of the text beside them."""
+
+    def __init__(self, folder: ModelFiles) -> None:
+        begin = folder.token_id(("boi_token_id", "boi_token_index"), 255_999)
+        super().__init__(folder, begin, folder.token_id(("image_token_id", "image_token_index"), 262_144))
+        self._end = folder.token_id(("eoi_token_id", "eoi_token_index"), 256_000)
+        if folder.images.get("do_pan_and_scan"):
+            raise folder.error("do_pan_and_scan is true")
+        self._size = folder.mapping(folder.images, "size")
+        count = folder.number(folder.processor, "image_seq_length", 256)
+        if folder.config.get("mm_tokens_per_image", count) != count:
+            raise folder.error(
+                f"image_seq_length is {count}, but the model's mm_tokens_per_image is "
+                f"{folder.config['mm_tokens_per_image']}"
+            )
+        self._inner = (begin, *(self.image_token_id,) * count, self._end)
+
+    @property
+    def media_token_ids(self) -> frozenset[int]:
+        return self._folder.known(self.placeholder_id, self.image_token_id, self._end)
+
+    def _resize(self, height: int, width: int) -> Size:
+        return self._folder.number(self._size, "height", 224), self._folder.number(self._size, "width", 224)
+
+    def picture_ids(self, height: int, width: int) -> tuple[int, ...]:
+        return self._inner
+
+    def expand(self, short_ids: Sequence[int], sizes: Sequence[Size]) -> tuple[int, ...]:
+        whole = super().expand(short_ids, sizes)
+        if not sizes:
+            return whole
+        ids: list[int] = []
+        newlines = 0  # not written yet
+        for token in whole:
+            text = self._folder.spell(token)
+            if text and not text.strip(_NEWLINE):
+                newlines += len(text)
+                continue
+            newlines += 2 * (token == self.placeholder_id)
+            if newlines:
+                ids += self._folder.encode(_NEWLINE * newlines)
+            newlines = 2 * (token == self._end)
+            ids.append(token)
+        return (*ids, *(self._folder.encode(_NEWLINE * newlines) if newlines else ()))
+
+    @property
+    def _expanded_only(self) -> frozenset[int]:
+        return frozenset({self.image_token_id, self._end})
+
+    def _find(self, ids: Sequence[int], sizes: Sequence[Size] | None) -> tuple[Range, ...]:
+        starts = [place for place, token in enumerate(ids) if token == self.placeholder_id]
+        ranges = [(start, start + len(self._inner)) for start in starts]
+        if any(tuple(ids[start:end]) != self._inner for start, end in ranges):
+            raise DataError("a picture's tokens are cut off", fix="Do not cut prompts with pictures")
+        return tuple(ranges)
+
+
+class TiledRule(PictureRule):
+    """Rule of Idefics 3 and SmolVLM. A picture is cut into square tiles; each and the whole picture have the same number
+    of tokens."""
+
+    def __init__(self, folder: ModelFiles) -> None:
+        image = folder.token_id(("image_token_id",), 128_257)
+        super().__init__(folder, image, image)
+        self._splits = folder.images.get("do_image_splitting") is not False
+        self._longest = folder.number(folder.mapping(folder.images, "size"), "longest_edge", 4 * 364)
+        self._tile = folder.number(folder.mapping(folder.images, "max_image_size"), "longest_edge", 364)
+        self._count = folder.number(folder.processor, "image_seq_len", 169)
+        self._image, self._fake, self._whole = "<image>", "<fake_token_around_image>", "<global-img>"
+        side, patch, scale = (
+            *(folder.vision.get("image_size"), folder.vision.get("patch_size")),
+            folder.config.get("scale_factor"),
+        )
+        if isinstance(side, int) and isinstance(patch, int) and isinstance(scale, int):
+            own = (side // patch) ** 2 // scale**2
+            if own != self._count:
+                raise folder.error(f"image_seq_len is {self._count}, but the model makes {own} tokens of a picture")
+        self._known: dict[tuple[int, int], tuple[int, ...]] = {}
+
+    def _id(self, text: str) -> int | None:
+        found: int | None = self._folder.tokenizer.token_to_id(text)
+        return found
+
+    @cached_property
+    def _around(self) -> tuple[int, int]:
+        """The token around pictures, and the token before the whole picture."""
+        fake, whole = self._id(self._fake), self._id(self._whole)
+        if fake is None or whole is None:
+            raise self._folder.error(f"the tokenizer has no token {self._fake if fake is None else self._whole}")
+        return fake, whole
+
+    @cached_property
+    def media_token_ids(self) -> frozenset[int]:
+        tiles = (self._id(f"<row_{row}_col_{column}>") for row in range(1, 7) for column in range(1, 7))
+        return self._folder.known(self.image_token_id, *self._around, *tiles)
+
+    def _resize(self, height: int, width: int) -> Size:
+        if not self._splits:
+            return self._tile, self._tile
+        height, width = _scale_below(*_scale_to(height, width, self._longest), _MAX_SIDE)
+        ratio = width / height
+        if width >= height:
+            width = math.ceil(width / self._tile) * self._tile
+            height = math.ceil(int(width / ratio) / self._tile) * self._tile
+        else:
+            height = math.ceil(height / self._tile) * self._tile
+            width = math.ceil(int(height * ratio) / self._tile) * self._tile
+        return max(height, self._tile), max(width, self._tile)
+
+    def picture_ids(self, height: int, width: int) -> tuple[int, ...]:
+        height, width = self.target_size(height, width)
+        cut = height > self._tile or width > self._tile
+        tiles = (height // self._tile, width // self._tile) if cut else (0, 0)
+        if tiles not in self._known:
+            self._known[tiles] = self._folder.encode(self._text(*tiles))
+        return self._known[tiles]
+
+    def _text(self, rows: int, columns: int) -> str:
+        """The text that the processor writes for a picture of so many tiles."""
+        images = self._image * self._count
+        whole = f"{self._fake}{self._whole}{images}{self._fake}"
+        if not rows:
+            return whole
+        lines = (
+            "".join(f"{self._fake}<row_{row}_col_{column}>{images}" for column in range(1, columns + 1)) + _NEWLINE
+            for row in range(1, rows + 1)
+        )
+        return "".join(lines) + _NEWLINE + whole
+
+    @property
+    def _expanded_only(self) -> frozenset[int]:
+        return frozenset(self._around)
+
+    def _find(self, ids: Sequence[int], sizes: Sequence[Size] | None) -> tuple[Range, ...]:
+        fake, whole = self._around
+        ranges: list[Range] = []
+        start: int | None = None
+        for place, token in enumerate(ids):
+            if token == fake and start is None:
+                start = place
+            elif token == whole and start is not None:
+                ranges.append((start, place + self._count + 2))
+            elif ranges and place == ranges[-1][1] - 1:
+                if token != fake:
+                    raise DataError("a picture's tokens are cut off", fix="Do not cut prompts with pictures")
+                start = None
+        if start is not None:
+            raise DataError("a picture's tokens are cut off", fix="Do not cut prompts with pictures")
+        return tuple(ranges)
+
+
+class _QwenIds(NamedTuple):
+    """Default token IDs of a family's configuration in transformers, which saves only what differs from them."""
+
+    image: int
+    video: int
+    start: int
+    end: int
+
+
+_QWEN_IDS = _QwenIds(151_655, 151_656, 151_652, 151_653)
+_QWEN_3_5_IDS = _QwenIds(248_056, 248_057, 248_053, 248_054)
+
+_FAMILIES: Mapping[str, Any] = {
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), SmartResizeRule),
+    **dict.fromkeys(("idefics3", "smolvlm"), TiledRule),
+    "gemma3": WrappedRule,
+    "llava": FixedRule,
+}
+
+
+def _scale_to(height: int, width: int, longest: int) -> Size:
+    """Scale so that the longest side is `longest`, as Idefics 3's processor: the other side is rounded to an even number."""
+    ratio = width / height
+    if width >= height:
+        width, height = longest, int(longest / ratio)
+        height += height % 2
+    else:
+        height, width = longest, int(longest * ratio)
+        width += width % 2
+    return max(height, 1), max(width, 1)
+
+
+def _scale_below(height: int, width: int, longest: int) -> Size:
+    """Scale down so that no side is longer than `longest`."""
+    ratio = width / height
+    if width >= height and width > longest:
+        width, height = longest, int(longest / ratio)
+    elif height > width and height > longest:
+        height, width = longest, int(longest * ratio)
+    return max(height, 1), max(width, 1)
+
+
+def _token_runs(ids: Sequence[int], token: int) -> tuple[Range, ...]:
+    """Return the longest ranges of `ids` that consist of `token`."""
+    runs: list[Range] = []
+    for place, one in enumerate(ids):
+        if one != token:
+            continue
+        if runs and runs[-1][1] == place:
+            runs[-1] = (runs[-1][0], place + 1)
+        else:
+            runs.append((place, place + 1))
+    return tuple(runs)
+
+
+def _different(what: str, found: int, pictures: int) -> DataError:
+    return DataError(
+        f"the prompt has {found} {what}{'s' * (found != 1)}, but {pictures} picture{'s' * (pictures != 1)}",
+        fix="Write one image marker for each picture, and no text that reads as one",
+    )
