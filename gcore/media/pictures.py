@@ -93,7 +93,7 @@ def inspect_picture(source: bytes | str | Path, *, max_decode_pixels: int = MAX_
     cut off, damaged, animated, of another format, too large, of one pixel, or more than `MAX_ASPECT` times as long as
     wide.
     """
-    with _open_file(source) as (file, where):
+    with open_picture(source) as (file, where):
         return _inspect(file, where, max_decode_pixels)[0]
 
 
@@ -109,7 +109,7 @@ def normalize_picture(
     if it is upright 8-bit RGB of that size; otherwise those of a PNG. Raises PictureError as `inspect_picture`, also
     for a file that cannot be decoded, and what the rule raises.
     """
-    with _open_file(source) as (file, where):
+    with open_picture(source) as (file, where):
         facts, image = _inspect(file, where, max_decode_pixels)
         height, width = target(facts.height, facts.width) if callable(target) else target
         if min(height, width) < 1 or height * width > max_decode_pixels:
@@ -131,8 +131,9 @@ def normalize_picture(
 
 
 @contextlib.contextmanager
-def _open_file(source: bytes | str | Path) -> Iterator[tuple[BinaryIO, str | None]]:
-    """Open a picture file. Yields it and how errors name it. Raises PictureError."""
+def open_picture(source: bytes | str | Path) -> Iterator[tuple[BinaryIO, str | None]]:
+    """Open a picture file. Yields it and how errors name it. Raises PictureError for a file that is missing, not regular,
+    empty or larger than `MAX_FILE_BYTES`."""
     if isinstance(source, bytes):
         _check_length(len(source), None)
         yield io.BytesIO(source), None
