@@ -142,6 +142,21 @@ class TextPart(NamedTuple):
     text: str
 
 
+class PictureRef(NamedTuple):
+    """A picture of a prompt before it is a blob: a file of the data, and the size to which it is resized."""
+
+    path: str
+    """Absolute path of the file."""
+    sha256: str
+    """SHA-256 of the file: 64 hex digits. The blob has another one if the picture is converted or resized."""
+    height: int
+    """Height in pixels, after the EXIF rotation."""
+    width: int
+    target_height: int
+    """Height in pixels that the model's processor uses."""
+    target_width: int
+
+
 ContentPart = TextPart
 """A part of a prompt. Only the renderer, the trainer's batches and the engine adapters read its content."""
 
@@ -162,6 +177,10 @@ class Prompt:
     """Name of the source (dataset) that contains the entry."""
     media: tuple[Medium, ...]
     """The prompt's pictures, in the order of their placeholders in `token_ids`."""
+    short_ids: tuple[int, ...]
+    """`token_ids` with one placeholder for each picture, as engines receive them; empty for a prompt without pictures."""
+    pictures: tuple[PictureRef, ...]
+    """The files of the prompt's pictures, in the order of their placeholders."""
 
     __match_args__ = ("ref", "text", "token_ids", "fields", "source")
 
@@ -175,6 +194,8 @@ class Prompt:
         *,
         content: tuple[ContentPart, ...] | None = None,
         media: tuple[Medium, ...] = (),
+        short_ids: tuple[int, ...] = (),
+        pictures: tuple[PictureRef, ...] = (),
     ) -> None:
         """Create a prompt. `text` may be given instead of `content`, and becomes the only part. Raises TypeError."""
         if text is not None:
@@ -187,6 +208,8 @@ class Prompt:
         _set(self, "fields", fields)
         _set(self, "source", source)
         _set(self, "media", media)
+        _set(self, "short_ids", short_ids)
+        _set(self, "pictures", pictures)
 
     @property
     def text(self) -> str:

@@ -57,6 +57,24 @@ COLUMNS_HELP = (
 )
 
 
+IMAGES_HELP = (
+    "Field with the paths of an entry's pictures, relative to the data file: a list, or one path. Parquet files and saved "
+    "datasets may have the pictures themselves there. Needs a vision-language model"
+)
+MARKER_HELP = "Text in a prompt that stands for its next picture"
+MIN_PIXELS_HELP = (
+    "Enlarge pictures to at least this many pixels (height x width), instead of the bound of the model's processor"
+)
+MAX_PIXELS_HELP = (
+    "Shrink pictures to at most this many pixels (height x width), instead of the bound of the model's processor"
+)
+
+IMAGE_MARKER = "<image>"
+"""Default of `data.image_marker`."""
+
+Marker = Annotated[str, Field(min_length=1, max_length=100)]
+
+
 class ColumnsSection(Section):
     """A section that may select the columns to read."""
 
@@ -96,6 +114,16 @@ class SourceSpec(ColumnsSection):
         description="How often an epoch uses each entry. 0.5: half of the entries, the other half in the next epoch",
     )
     prompt: str | None = Field(None, description="Field with the prompt. Default: data.prompt")
+    images: str | None = Field(None, exclude_if=is_unset, description=f"{IMAGES_HELP}. Default: data.images")
+    image_marker: Marker | None = Field(
+        None, exclude_if=is_unset, description=f"{MARKER_HELP}. Default: data.image_marker"
+    )
+    min_pixels: PositiveInt | None = Field(
+        None, exclude_if=is_unset, description=f"{MIN_PIXELS_HELP}. Default: data.min_pixels"
+    )
+    max_pixels: PositiveInt | None = Field(
+        None, exclude_if=is_unset, description=f"{MAX_PIXELS_HELP}. Default: data.max_pixels"
+    )
     chat: bool | None = Field(None, description="Apply a chat template to the prompts. Default: model.chat")
     template: FilePath | None = Field(None, description=TEMPLATE_HELP)
     system: str | None = Field(None, description=SYSTEM_HELP)
@@ -141,6 +169,12 @@ class DataSpec(SourcesSection):
         "prompt",
         description="Field with the prompt: a string, or a list of chat messages whose content is text or a list of text parts",
     )
+    images: str | None = Field(None, exclude_if=is_unset, description=f"{IMAGES_HELP}. Default: no pictures")
+    image_marker: Marker = Field(
+        IMAGE_MARKER, exclude_if=lambda marker: marker == IMAGE_MARKER, description=MARKER_HELP
+    )
+    min_pixels: PositiveInt | None = Field(None, exclude_if=is_unset, description=MIN_PIXELS_HELP)
+    max_pixels: PositiveInt | None = Field(None, exclude_if=is_unset, description=MAX_PIXELS_HELP)
     template: FilePath | None = Field(None, description=TEMPLATE_HELP)
     system: str | None = Field(None, description=SYSTEM_HELP)
     tools: FilePath | None = Field(None, description=TOOLS_HELP)
@@ -165,6 +199,8 @@ class DataSpec(SourcesSection):
                 f"min_prompt_tokens ({self.min_prompt_tokens}) is above max_prompt_tokens ({self.max_prompt_tokens}), which "
                 "filters every prompt; lower it"
             )
+        if self.min_pixels and self.max_pixels and self.min_pixels > self.max_pixels:
+            raise ValueError(f"min_pixels ({self.min_pixels}) is above max_pixels ({self.max_pixels}); lower it")
         if self.curriculum_options and self.curriculum is None:
             raise ValueError("curriculum_options need a curriculum; name it in data.curriculum")
         return self
@@ -202,6 +238,10 @@ class ResolvedSource:
     max_prompt_tokens: int | None
     reward: RewardSpec
     sampling: SourceSampling
+    images: str | None = None
+    image_marker: str = IMAGE_MARKER
+    min_pixels: int | None = None
+    max_pixels: int | None = None
 
 
 LEAST_TEMPERATURE = 1e-6

@@ -300,6 +300,10 @@ def resolve_source(spec: JobSpec, source: SourceSpec) -> ResolvedSource:
             max_new_tokens=own.max_new_tokens or rollout.max_new_tokens,
             stop=rollout.stop if own.stop is None else own.stop,
         ),
+        images=source.images or data.images,
+        image_marker=source.image_marker or data.image_marker,
+        min_pixels=source.min_pixels or data.min_pixels,
+        max_pixels=source.max_pixels or data.max_pixels,
     )
 
 

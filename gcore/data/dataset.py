@@ -253,11 +253,14 @@ class WantedColumns:
     only: bool = False
 
     @classmethod
-    def of(cls, prompt: str, answers: Iterable[str], columns: Sequence[str] | None) -> WantedColumns:
-        """Return the columns that contain the prompt field and the answer fields (dotted paths), and `columns` if
-        given.
+    def of(
+        cls, prompt: str, answers: Iterable[str], columns: Sequence[str] | None, images: str | None = None
+    ) -> WantedColumns:
+        """Return the columns that contain the prompt field, the answer fields (dotted paths) and the pictures, and
+        `columns` if given.
         """
-        roots = {prompt, *answers, *(answer.partition(".")[0] for answer in answers)}
+        fields = (*answers, *(() if images is None else (images,)))
+        roots = {prompt, *fields, *(field.partition(".")[0] for field in fields)}
         return cls(frozenset(roots | set(columns or ())), columns is not None)
 
 
@@ -428,26 +431,30 @@ class Dataset:
         format: DataFormat = "auto",
         split: str | None = None,
         columns: Sequence[str] | None = None,
+        images: str | None = None,
         cache_dir: Path | None = None,
         progress: Progress | None = None,
     ) -> Dataset:
         """Open the data at `path`. The first time, and after a change, check all entries and build the index.
 
         `prompt_field`: name of the field with the prompt. `answer_fields`: must be present in every entry. `columns`:
-        further columns to read; None: all that convert to JSON. `cache_dir`: folder for the index, and for the copy of
+        further columns to read; None: all that convert to JSON. `images`: field with the paths of an entry's pictures;
+        None: entries have no pictures. `cache_dir`: folder for the index, and for the copy of
         data that are not JSONL; None: next to the data. `progress`: called with the amount done and the total while a
         copy (in rows) or an index (in bytes) is made. Raises DataError.
         """
         path = Path(path).absolute()
         data = find_files(path, format, split)
         cache_dir = cache_dir or path.parent
-        wanted = WantedColumns.of(prompt_field, answer_fields, columns)
+        wanted = WantedColumns.of(prompt_field, answer_fields, columns, images)
         if data.kind == "jsonl":
             copy, lines, name_line = None, path, None
         else:
             copy = find_or_make_copy(data, split, cache_dir, progress, wanted)
             lines, name_line = copy.path, lambda line: copy.name_of(line - 1)
-        reader = EntryReader(path, prompt_field, answer_fields, name_line, wanted.needed, only=wanted.only)
+        reader = EntryReader(
+            path, prompt_field, answer_fields, name_line, wanted.needed, only=wanted.only, images=images
+        )
         identity = identify_file(lines)
         # The checked fields are part of the name, so that a spec with other fields does not reuse this check.
         named = (
@@ -455,6 +462,7 @@ class Dataset:
             prompt_field,
             sorted(set(answer_fields)),
             *([sorted(columns)] if columns is not None else []),
+            *([{"images": images}] if images is not None else []),
         )
         checked = blake2b(repr(named).encode(), digest_size=8)
         index_path = cache_dir / f".{path.name[:40]}.{checked.hexdigest()}.index"
@@ -464,6 +472,11 @@ class Dataset:
 
     def __len__(self) -> int:
         return len(self._index.offsets) - 1
+
+    @property
+    def folder(self) -> Path:
+        """The folder to which paths in the entries are relative: that of the data file, or the data's own."""
+        return self.path if self._copy is not None and self.path.is_dir() else self.path.parent
 
     @property
     def digest(self) -> str:
@@ -490,6 +503,11 @@ class Dataset:
                 if self._copy is None
                 else f"Remove the copy of the data, {self._copy.path}",
             ) from error
+
+    @property
+    def pictures(self) -> Path | None:
+        """The folder with the pictures that were in the data themselves; None if there were none."""
+        return None
 
     @property
     def left_out(self) -> Mapping[str, str]:

@@ -55,11 +55,14 @@ class EntryReader:
         needed: frozenset[str] = frozenset(),
         *,
         only: bool = False,
+        images: str | None = None,
     ) -> None:
         """`answer_fields`: must be present and not null. `name_line`: returns how errors name a line (from 1) of a
         converted file. `needed`: fields that must be valid; other fields with NaN or lone surrogates are left out.
-        `only`: read no other field than the needed ones.
+        `only`: read no other field than the needed ones. `images`: field with the paths of an entry's pictures; None:
+        entries have no pictures, so messages must not have parts of type image.
         """
+        self._images = images
         self._needed = needed | {prompt_field}
         self._only = only
         self._path = path
@@ -125,6 +128,12 @@ class EntryReader:
             entry = {name: value for name, value in entry.items() if name in self._needed}
         self._check_prompt(entry, where)
         self._check_answers(entry, where)
+        if self._images is not None and (wrong := images_problem(entry_value(entry, self._images))) is not None:
+            raise DataError(
+                f"field {self._images!r} is {wrong}",
+                where=where,
+                fix="Write the paths of the entry's pictures as a list of texts, or one path as a text",
+            )
         if _SURROGATE.search(line):
             entry = {name: value for name, value in entry.items() if name in self._needed or _is_text(value)}
             self._check_text(entry, where)
@@ -153,7 +162,9 @@ class EntryReader:
         if type(entry) is not dict:
             return False
         prompt = entry.get(self._prompt_field)
-        if not prompt or (type(prompt) is not str and _message_problem(prompt) is not None):
+        if not prompt or (type(prompt) is not str and self._message_problem(prompt) is not None):
+            return False
+        if self._images is not None and images_problem(entry_value(entry, self._images)) is not None:
             return False
         return all(entry_value(entry, field) is not None for field in self._answer_fields)
 
@@ -168,13 +179,16 @@ class EntryReader:
         prompt = entry[field]
         if prompt == "":
             raise DataError(f"field {field!r} is empty", where=where, fix="Remove the entry, or write a prompt")
-        problem = None if isinstance(prompt, str) else _message_problem(prompt)
+        problem = None if isinstance(prompt, str) else self._message_problem(prompt)
         if problem is not None:
             raise DataError(
                 f"field {field!r} is {problem}",
                 where=where,
                 fix='A prompt is a string, or a list of {"role": ..., "content": ...}',
             )
+
+    def _message_problem(self, prompt: Any) -> str | None:
+        return _message_problem(prompt, pictures=self._images is not None)
 
     def _check_answers(self, entry: dict[str, Any], where: str) -> None:
         for field in self._answer_fields:
@@ -215,8 +229,21 @@ def _is_text(value: Any) -> bool:
     return True
 
 
-def _message_problem(prompt: Any) -> str | None:
-    """Return what is wrong with a prompt that should be a list of chat messages; None if it is valid."""
+def images_problem(value: Any) -> str | None:
+    """Return what is wrong with the field of an entry's pictures; None if it is a path, a list of paths, or missing."""
+    if value is None or isinstance(value, str):
+        return None
+    if not isinstance(value, list):
+        return _kind(value)
+    for number, path in enumerate(value, 1):
+        if not isinstance(path, str):
+            return f"a list whose item {number} is {_kind(path)}, not a path"
+    return None
+
+
+def _message_problem(prompt: Any, *, pictures: bool) -> str | None:
+    """Return what is wrong with a prompt that should be a list of chat messages; None if it is valid. `pictures`: whether
+    messages may have parts of type image."""
     if not isinstance(prompt, list):
         return _kind(prompt)
     if not prompt:
@@ -229,7 +256,9 @@ def _message_problem(prompt: Any) -> str | None:
         content = message.get("content")
         if content is None and not _calls_tools(message):
             return f"a list whose message {number} has no text in 'content'"
-        if content is not None and not isinstance(content, str) and (problem := parts_problem(content)) is not None:
+        if content is None or isinstance(content, str):
+            continue
+        if (problem := parts_problem(content, pictures=pictures)) is not None:
             return f"a list whose message {number} has no text in 'content': it {problem}"
     return None
 

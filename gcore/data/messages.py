@@ -1,12 +1,13 @@
-"""The content of chat messages: a text or a list of text parts, in the form that a chat template reads.
+"""The content of chat messages: a text or a list of parts, in the form that a chat template reads.
 
     "2 + 2"                                    a text
     [{"type": "text", "text": "2 + 2"}]        the same as parts, as in OpenAI's API and many datasets
+    [{"type": "image"}, ...]                   a picture, in sources with pictures (`gcore.data.pictures`)
 
 Some chat templates support only text, some only parts, some both. A template that supports both gets the content
 unchanged, as in transformers. A template that supports only text gets the joined parts; one that supports only parts
 gets a text as one part. transformers would pass the content unchanged, and the prompt would contain a Python list, or
-nothing.
+nothing. A picture in a template that supports only text becomes the text with which the model's tokenizer writes it.
 """
 
 from __future__ import annotations
@@ -24,26 +25,38 @@ and Python's repr of a list escapes it.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
-def parts_problem(content: Any) -> str | None:
+def parts_problem(content: Any, *, pictures: bool = False) -> str | None:
     """Return what is wrong with a message's content that is not text; None if it is a valid list of text parts.
 
-    The result continues a sentence whose subject is the content.
+    `pictures`: whether it may also have parts of type image, with or without the path of the picture in `image`. The
+    result continues a sentence whose subject is the content.
     """
     if not isinstance(content, list):
         return "is neither text nor a list of text parts"
     for number, part in enumerate(content, 1):
+        if pictures and is_picture(part):
+            if not isinstance(part.get("image"), str | None):
+                return f"has a part {number} of type 'image' whose 'image' is not a path"
+            continue
         if not isinstance(part, dict) or part.get("type") != "text":
             kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-            return f"has a part {number} of type {kind!r:.50}; only parts of type 'text' are supported"
+            allowed = "'text' and 'image'" if pictures else "'text'"
+            return f"has a part {number} of type {kind!r:.50}; only parts of type {allowed} are supported"
         if not isinstance(part.get("text"), str):
             return f"has a part {number} of type 'text' without a text"
     return None
 
 
-def join_parts(content: Any) -> Any:
-    """Join the texts of a list of text parts; return any other content unchanged."""
-    if isinstance(content, list) and parts_problem(content) is None:
-        return "".join(part["text"] for part in content)
+def is_picture(part: Any) -> bool:
+    """Return whether a part of a message's content is a picture."""
+    return isinstance(part, Mapping) and part.get("type") == "image"
+
+
+def join_parts(content: Any, picture_text: str = "") -> Any:
+    """Join the texts of a list of parts; return any other content unchanged. `picture_text`: text for each picture;
+    empty: only text parts are joined."""
+    if isinstance(content, list) and parts_problem(content, pictures=bool(picture_text)) is None:
+        return "".join(picture_text if is_picture(part) else part["text"] for part in content)
     return content
 
 
@@ -76,9 +89,11 @@ class ContentForms:
     result.
     """
 
-    def __init__(self, render: Callable[[list[dict[str, Any]]], str]) -> None:
-        """`render`: renders messages with the template; returns an empty text if the template rejects them."""
+    def __init__(self, render: Callable[[list[dict[str, Any]]], str], picture_text: str = "") -> None:
+        """`render`: renders messages with the template; returns an empty text if the template rejects them.
+        `picture_text`: text for a picture in a template that supports only text; empty: there are no pictures."""
         self._render = render
+        self._picture_text = picture_text
         self._known: dict[str, ContentForm] = {}
 
     def fit(self, message: dict[str, Any]) -> dict[str, Any]:
@@ -88,7 +103,7 @@ class ContentForms:
             return message
         form = self._form(str(message.get("role")))
         if form == "text":
-            return message | {"content": join_parts(content)}
+            return message | {"content": join_parts(content, self._picture_text)}
         if form == "parts" and isinstance(content, str):
             return message | {"content": _as_parts(content)}
         return message

@@ -92,14 +92,15 @@ class ChatForm:
 class PromptRenderer:
     """Renders prompts of one source to text, encodes text and decodes tokens. Stateless and thread-safe."""
 
-    def __init__(self, tokenizer: ModelTokenizer, form: ChatForm | None, *, where: str) -> None:
+    def __init__(self, tokenizer: ModelTokenizer, form: ChatForm | None, *, where: str, picture_text: str = "") -> None:
+        """`picture_text`: text for a picture in a template that supports only text; empty: there are no pictures."""
         self.tokenizer = tokenizer
         self._form = form
         self._where = where
         if form is not None:
-            self._contents = ContentForms(partial(self._tried, form.template, None))
+            self._contents = ContentForms(partial(self._tried, form.template, None), picture_text)
             self._tool_contents = ContentForms(
-                partial(self._tried, form.tool_template, list(form.tools) or [_SOME_TOOL])
+                partial(self._tried, form.tool_template, list(form.tools) or [_SOME_TOOL]), picture_text
             )
 
     @classmethod
@@ -113,11 +114,13 @@ class PromptRenderer:
         tools: str | None = None,
         variables: Mapping[str, Any] | None = None,
         tokenizer: ModelTokenizer | None = None,
+        picture_text: str = "",
     ) -> PromptRenderer:
         """Load the renderer for a Hugging Face model folder.
 
         `chat`: use a chat template; the settings after it are only allowed with it. `template`, `tools`: files, see
-        `ChatForm.load`. `variables`: of the template. `tokenizer`: that of the folder, if already loaded. Raises
+        `ChatForm.load`. `variables`: of the template. `tokenizer`: that of the folder, if already loaded.
+        `picture_text`: text for a picture in a template that supports only text; empty: there are no pictures. Raises
         DataError if the model or its chat template does not exist, or if a file is not readable or not valid.
         """
         folder = Path(model_dir)
@@ -126,7 +129,7 @@ class PromptRenderer:
             form = ChatForm.load(
                 tokenizer, folder, template=template, system=system, tools=tools, variables=variables or {}
             )
-            return cls(tokenizer, form, where=str(folder))
+            return cls(tokenizer, form, where=str(folder), picture_text=picture_text)
         only_chat = {"template": template, "system": system, "tools": tools, "template_variables": variables}
         for name, given in only_chat.items():
             if given:

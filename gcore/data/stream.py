@@ -8,6 +8,9 @@ Opening checks every entry once per content of the files, but counts no tokens. 
 its source allows is *filtered*, which is a normal outcome. A prompt that leaves no room for its response is an error;
 prompts are never cut, because a cut prompt is another prompt.
 
+A prompt with pictures has the tokens of its pictures: `gcore.data.pictures` finds them from the pictures' sizes. Pictures
+are checked when data are opened, and are part of the data's digest.
+
 `check_lengths` renders and tokenizes all prompts of a source in advance, or a sample spread evenly. A prompt that does
 not render or fit raises an error there, because it would fail later. Filtered prompts are only counted.
 """
@@ -19,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -29,9 +32,12 @@ from gcore.config.spec import JobSpec, eval_sources, training_sources
 from gcore.data.dataset import Dataset
 from gcore.data.jsonl import unreadable_file
 from gcore.data.order import Mixture, SourceShare, StreamShape, entry_index, shard_length, shard_lengths
+from gcore.data.pictures import PromptPictures, open_pictures
 from gcore.data.renderer import PromptRenderer
 from gcore.data.tokenizer import ModelTokenizer
 from gcore.errors import DataError, GcoreError
+from gcore.media.picture_index import PictureIndex
+from gcore.media.placeholders import PictureRule
 from gcore.types import Prompt, PromptRef
 
 _MADE_TO_FIT = {
@@ -49,7 +55,7 @@ class PromptSource:
     """An opened source of prompts. Thread-safe.
 
     `limit`: maximum prompt tokens that leave room for a response; None: no limit. `held_out`: whether it is for
-    evaluation, which filters nothing.
+    evaluation, which filters nothing. `pictures`: the source's pictures; None: it has none.
     """
 
     source: ResolvedSource
@@ -57,6 +63,7 @@ class PromptSource:
     renderer: PromptRenderer
     limit: int | None
     held_out: bool = False
+    pictures: PromptPictures | None = None
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -83,17 +90,30 @@ class PromptSource:
         """Like `prompt`, but without checks of its length. Raises DataError, IndexError."""
         fields = self.dataset.entry(index)
         try:
-            text = self.renderer.render(fields[self.dataset.prompt_field], fields)
-            tokens = self.renderer.encode(text)
+            prompt = self._rendered(fields, ref)
         except DataError as error:
             raise DataError(error.what, where=self.dataset.name_of(index), fix=error.fix) from error
-        if not tokens:
+        if not prompt.token_ids:
             raise DataError(
                 "the prompt has no tokens",
                 where=self.dataset.name_of(index),
                 fix="Remove the entry, or write a prompt",
             )
-        return Prompt(ref, text, tokens, fields, self.name)
+        return prompt
+
+    def _rendered(self, fields: dict[str, Any], ref: PromptRef) -> Prompt:
+        """Render and tokenize an entry. Raises DataError."""
+        prompt, renderer = fields[self.dataset.prompt_field], self.renderer
+        if self.pictures is None:
+            text = renderer.render(prompt, fields)
+            return Prompt(ref, text, renderer.encode(text), fields, self.name)
+        placed = self.pictures.place(prompt, fields, chat=renderer.chat)
+        text = renderer.render(placed.prompt, fields)
+        short_ids, pictures = renderer.encode(text), self.pictures.refs(placed.names)
+        token_ids = self.pictures.expand(short_ids, pictures)
+        if not pictures:
+            return Prompt(ref, text, token_ids, fields, self.name)
+        return Prompt(ref, text, token_ids, fields, self.name, short_ids=short_ids, pictures=pictures)
 
     def filtered(self, tokens: int) -> str | None:
         """Return why a prompt of this many tokens is filtered; None if it is not."""
@@ -274,32 +294,35 @@ def open_prompts(
     tokenizer = ModelTokenizer.load(model_dir)
     context = spec.model.max_length or tokenizer.max_length
 
-    def shown(source: ResolvedSource, section: str) -> tuple[ResolvedSource, PromptRenderer, int | None]:
+    def shown(source: ResolvedSource, section: str) -> _SmallFiles:
+        rule = _picture_rule(source, section, model_dir)
+        renderer = _renderer(source, section, model_dir, tokenizer, "" if rule is None else rule.picture_text)
+        return _SmallFiles(source, renderer, longest_prompt(source, section), rule)
+
+    def longest_prompt(source: ResolvedSource, section: str) -> int | None:
         world, named = (spec.environment, "environment") if spec.agent is None else (spec.agent, "agent")
         if world is not None:
             room = world.room(source.sampling.max_new_tokens)
-            limit = prompt_limit(context, room, named=f"{named}.max_tokens")
-            return source, _renderer(source, section, model_dir, tokenizer), limit
+            return prompt_limit(context, room, named=f"{named}.max_tokens")
         longest = source.sampling.max_new_tokens
         own = "" if longest == spec.rollout.max_new_tokens else f" of {section} source {source.name!r}"
-        limit = prompt_limit(context, longest, named=f"max_new_tokens{own}" if own else "rollout.max_new_tokens")
-        return source, _renderer(source, section, model_dir, tokenizer), limit
+        return prompt_limit(context, longest, named=f"max_new_tokens{own}" if own else "rollout.max_new_tokens")
 
-    def opened(
-        source: ResolvedSource, renderer: PromptRenderer, limit: int | None, *, held_out: bool = False
-    ) -> PromptSource:
-        return PromptSource(source, _open_dataset(source, cache_dir, progress), renderer, limit, held_out)
+    def opened(one: _SmallFiles, *, held_out: bool = False) -> PromptSource:
+        data = _open_data(one.source, cache_dir, progress)
+        pictures = None
+        if data.pictures is not None and one.rule is not None and one.source.images is not None:
+            pictures = PromptPictures(data.pictures, one.rule, one.source.images, one.source.image_marker)
+        return PromptSource(one.source, data.dataset, one.renderer, one.limit, held_out, pictures)
 
     # Length filters are for training; evaluation must not leave out prompts.
     held_out = [replace(s, min_prompt_tokens=None, max_prompt_tokens=None) for s in eval_sources(spec)]
     # Check the small files of all sources first, to report their errors before reading gigabytes.
     trained = [shown(source, "data") for source in training_sources(spec)]
     evaluated = [shown(source, "eval") for source in held_out]
-    sources = [opened(*one) for one in trained]
-    evaluation = tuple(EvalPromptSource(opened(*one, held_out=True)) for one in evaluated)
-    identity = _identity(
-        [(s.source, s.dataset) for s in sources], [(held.source, held.opened.dataset) for held in evaluation]
-    )
+    sources = [opened(one) for one in trained]
+    evaluation = tuple(EvalPromptSource(opened(one, held_out=True)) for one in evaluated)
+    identity = _identity([_data_of(one) for one in sources], [_data_of(held.opened) for held in evaluation])
     stream = PromptStream(sources, shards=spec.data.shards, seed=spec.seed)
     return JobPrompts(stream, evaluation, identity, context)
 
@@ -307,30 +330,75 @@ def open_prompts(
 def identify_data(spec: JobSpec, cache_dir: Path) -> DataIdentity:
     """Return the present identity of a spec's data. Does not need the model. Blocks. Raises DataError."""
 
-    def opened(sources: Sequence[ResolvedSource]) -> list[tuple[ResolvedSource, Dataset]]:
-        return [(source, _open_dataset(source, cache_dir, None)) for source in sources]
+    def opened(sources: Sequence[ResolvedSource]) -> list[_SourceData]:
+        return [_open_data(source, cache_dir, None) for source in sources]
 
     return _identity(opened(training_sources(spec)), opened(eval_sources(spec)))
 
 
-def _open_dataset(source: ResolvedSource, cache_dir: Path, progress: OpeningProgress | None) -> Dataset:
+class _SmallFiles(NamedTuple):
+    """What is known of a source from the model's files and the template, before its data are read."""
+
+    source: ResolvedSource
+    renderer: PromptRenderer
+    limit: int | None
+    rule: PictureRule | None
+
+
+class _SourceData(NamedTuple):
+    """The opened data of a source. `pictures`: None if it has none."""
+
+    source: ResolvedSource
+    dataset: Dataset
+    pictures: PictureIndex | None
+
+    @property
+    def digest(self) -> str:
+        """Digest of the entries and the pictures, 32 hex digits."""
+        if self.pictures is None:
+            return self.dataset.digest
+        return blake2b(f"{self.dataset.digest}{self.pictures.digest}".encode(), digest_size=16).hexdigest()
+
+
+def _data_of(opened: PromptSource) -> _SourceData:
+    return _SourceData(opened.source, opened.dataset, None if opened.pictures is None else opened.pictures.index)
+
+
+def _open_data(source: ResolvedSource, cache_dir: Path, progress: OpeningProgress | None) -> _SourceData:
     def tell(done: int, total: int) -> None:
         if progress is not None:
             progress(source.name, done, total)
 
-    return Dataset.open(
+    dataset = Dataset.open(
         source.path,
         prompt_field=source.prompt,
         answer_fields=source.reward.answers,
         format=source.format,
         split=source.split,
         columns=source.columns,
+        images=source.images,
         cache_dir=cache_dir,
         progress=tell,
     )
+    return _SourceData(source, dataset, open_pictures(source, dataset, cache_dir, tell))
 
 
-def _renderer(source: ResolvedSource, section: str, model_dir: Path, tokenizer: ModelTokenizer) -> PromptRenderer:
+def _picture_rule(source: ResolvedSource, section: str, model_dir: Path) -> PictureRule | None:
+    """Return how the model reads the pictures of a source; None if the source has none. Raises DataError."""
+    if source.images is None:
+        return None
+    try:
+        rule = PictureRule.load(model_dir, min_pixels=source.min_pixels, max_pixels=source.max_pixels)
+        _ = rule.picture_text  # fails if the tokenizer is not the model's
+    except DataError as error:
+        where = f"{section}, source {source.name!r}: {error.where or model_dir}"
+        raise DataError(error.what, where=where, fix=error.fix) from error
+    return rule
+
+
+def _renderer(
+    source: ResolvedSource, section: str, model_dir: Path, tokenizer: ModelTokenizer, picture_text: str
+) -> PromptRenderer:
     try:
         return PromptRenderer.load(
             model_dir,
@@ -340,22 +408,22 @@ def _renderer(source: ResolvedSource, section: str, model_dir: Path, tokenizer: 
             tools=source.tools,
             variables=source.template_variables,
             tokenizer=tokenizer,
+            picture_text=picture_text,
         )
     except DataError as error:
         where = error.where or f"{section}, source {source.name!r}"
         raise DataError(error.what, where=where, fix=error.fix) from error
 
 
-def _identity(
-    sources: Sequence[tuple[ResolvedSource, Dataset]], held_out: Sequence[tuple[ResolvedSource, Dataset]]
-) -> DataIdentity:
-    mixture = Mixture([SourceShare(source.name, len(data), source.weight) for source, data in sources], seed=0)
-    first, data = sources[0]
-    if len(sources) == 1 and first.weight == 1 and not _small_files(sources):
-        digest = data.digest
+def _identity(sources: Sequence[_SourceData], held_out: Sequence[_SourceData]) -> DataIdentity:
+    shares = [SourceShare(one.source.name, len(one.dataset), one.source.weight) for one in sources]
+    mixture = Mixture(shares, seed=0)
+    if len(sources) == 1 and sources[0].source.weight == 1 and not _small_files(sources):
+        digest = sources[0].digest
     else:
-        digest = _digest(sources, [(source.name, source.weight, len(data), data.digest) for source, data in sources])
-    shown = [(source.name, len(data), data.digest) for source, data in held_out]
+        parts = [(one.source.name, one.source.weight, len(one.dataset), one.digest) for one in sources]
+        digest = _digest(sources, parts)
+    shown = [(one.source.name, len(one.dataset), one.digest) for one in held_out]
     return DataIdentity(
         prompts=mixture.refs,
         digest=digest,
@@ -365,17 +433,17 @@ def _identity(
     )
 
 
-def _digest(sources: Sequence[tuple[ResolvedSource, Dataset]], shares: Sequence[object]) -> str:
+def _digest(sources: Sequence[_SourceData], shares: Sequence[object]) -> str:
     contents = [_content(Path(file)) for file in _small_files(sources)]
     return blake2b(repr((list(shares), contents)).encode(), digest_size=16).hexdigest()
 
 
-def _small_files(sources: Sequence[tuple[ResolvedSource, Dataset]]) -> list[str]:
-    return [file for source, _ in sources for file in (source.template, source.tools) if file is not None]
+def _small_files(sources: Sequence[_SourceData]) -> list[str]:
+    return [file for one in sources for file in (one.source.template, one.source.tools) if file is not None]
 
 
-def _where(sources: Sequence[tuple[ResolvedSource, Dataset]]) -> str:
-    return ", ".join(dict.fromkeys(str(data.path) for _, data in sources))
+def _where(sources: Sequence[_SourceData]) -> str:
+    return ", ".join(dict.fromkeys(str(one.dataset.path) for one in sources))
 
 
 def _content(file: Path) -> str:

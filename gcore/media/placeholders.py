@@ -120,9 +120,10 @@ class PictureRule(ABC):
                 return size
             size = resized
         raise DataError(
-            f"the model's processor would resize a picture of {width}x{height} pixels again and again",
+            f"no size for a picture of {width}x{height} pixels is between the processor's bounds, so it would be resized again "
+            "and again",
             where=str(self._folder.path),
-            fix="Raise data.max_pixels, or correct the processor's settings",
+            fix="Lower data.min_pixels, or raise data.max_pixels",
         )
 
     @abstractmethod

@@ -283,7 +283,8 @@ def test_a_folder_that_does_not_exist_is_named(tmp_path: Path) -> None:
         PromptRenderer.load(tmp_path / "nowhere", chat=False)
 
 
-def test_rendering_imports_neither_torch_nor_transformers() -> None:
-    program = "import sys\nimport gcore.data.stream; print([m for m in ('torch', 'transformers') if m in sys.modules])"
+def test_rendering_imports_neither_torch_nor_transformers_nor_pillow() -> None:
+    heavy = ("torch", "transformers", "PIL")
+    program = f"import sys\nimport gcore.data.stream; print([m for m in {heavy} if m in sys.modules])"
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
