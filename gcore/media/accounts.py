@@ -42,7 +42,7 @@ class StoredBlob:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Admission:
+class BlobAdmission:
     """Room for one incoming blob; ends with `store` or `cancel`."""
 
     key: BlobKey
@@ -79,7 +79,7 @@ class BlobAccounts:
         self._pins: dict[BlobKey, dict[str, float]] = {}
         self._pin_ends: list[tuple[float, BlobKey, str]] = []  # a heap; has outdated ends of renewed pins
         self._reservations: dict[tuple[str, str], _Reservation] = {}
-        self._admitted: set[Admission] = set()
+        self._admitted: set[BlobAdmission] = set()
 
     def __len__(self) -> int:
         return len(self._blobs)
@@ -114,7 +114,7 @@ class BlobAccounts:
         elif key in self._free:
             self._free.move_to_end(key)
 
-    def admit(self, key: BlobKey, size: int, holder: str, now: float) -> tuple[Admission, list[BlobKey]]:
+    def admit(self, key: BlobKey, size: int, holder: str, now: float) -> tuple[BlobAdmission, list[BlobKey]]:
         """Make room for a blob of `size` bytes; return its admission and the blobs that the caller must delete.
 
         These blobs are no longer in the accounts. `holder`: the holder of a reservation of this job, or empty. Raises
@@ -140,12 +140,12 @@ class BlobAccounts:
             deleted.append(victim)
         if reservation is not None:
             reservation.size -= covered
-        admission = Admission(key, size, holder, covered)
+        admission = BlobAdmission(key, size, holder, covered)
         self._admitted.add(admission)
         self.incoming += size
         return admission, deleted
 
-    def cancel(self, admission: Admission) -> None:
+    def cancel(self, admission: BlobAdmission) -> None:
         """End an admission whose blob was not stored. Its part of the reservation is free again."""
         if admission in self._admitted:
             self._admitted.discard(admission)
@@ -154,7 +154,7 @@ class BlobAccounts:
             if reservation is not None:
                 reservation.size += admission.covered
 
-    def store(self, admission: Admission, now: float) -> bool:
+    def store(self, admission: BlobAdmission, now: float) -> bool:
         """Add the blob of an admission. False: its job was dropped meanwhile, so the caller must delete the file."""
         self._expire(now)
         if admission not in self._admitted:

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from gcore.errors import UsageError
-from gcore.media.accounts import Admission, BlobAccounts, BlobKey, StoredBlob
+from gcore.media.accounts import BlobAccounts, BlobAdmission, BlobKey, StoredBlob
 from gcore.media.protocol import (
     PIECE_BYTES,
     Blob,
@@ -306,7 +306,7 @@ class BlobStore:
                 raise
             self._count(bytes_stored=incoming.admission.size)
 
-    def abandon(self, admission: Admission) -> None:
+    def abandon(self, admission: BlobAdmission) -> None:
         """Give back the room of a blob that is not stored; for `IncomingBlob.close`."""
         with self._lock:
             self._accounts.cancel(admission)
@@ -405,7 +405,7 @@ class IncomingBlob:
     The calls may come from different threads: when a task is cancelled, `close` waits for a write that still runs.
     """
 
-    def __init__(self, store: BlobStore, admission: Admission, draft: Path, file: BinaryIO) -> None:
+    def __init__(self, store: BlobStore, admission: BlobAdmission, draft: Path, file: BinaryIO) -> None:
         self.admission = admission
         self.draft = draft
         self.written = 0

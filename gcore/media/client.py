@@ -54,8 +54,8 @@ ProgressReport = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
-class FetchResult:
-    """What a store has after it fetched blobs."""
+class BlobFetch:
+    """The result of a fetch."""
 
     present: frozenset[str]
     """SHA-256 of blobs that the store has now."""
@@ -149,7 +149,7 @@ class BlobClient:
 
     async def fetch(
         self, blobs: Iterable[Blob], nodes: Sequence[str], progress: ProgressReport | None = None
-    ) -> FetchResult:
+    ) -> BlobFetch:
         """Let the store fetch the blobs that it lacks from the stores of the named nodes, in this order.
 
         `progress`: called from time to time. Raises StoreFull. If the caller is cancelled, the store finishes the
@@ -167,7 +167,7 @@ class BlobClient:
                         raise decode_error(message, self.address)
                     if "result" in message:
                         result = message["result"]
-                        return FetchResult(
+                        return BlobFetch(
                             frozenset(result["present"]), frozenset(result["unavailable"]), dict(result["failed"])
                         )
                     if progress is not None:

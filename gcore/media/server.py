@@ -3,7 +3,7 @@
     GET, HEAD  /jobs/JOB/blobs/SHA256      the bytes; a range `bytes=START-`, `bytes=START-END` or `bytes=-LAST` is possible
     PUT        /jobs/JOB/blobs/SHA256      store the body; ?holder=HOLDER uses up a reservation
     POST       /jobs/JOB/pins              {"incarnation", "sha256": [...], "ttl_s"}; DELETE without "ttl_s" ends pins
-    POST       /jobs/JOB/reservations      {"holder", "bytes", "ttl_s"} -> {"granted"}; 0 bytes end a reservation
+    POST       /jobs/JOB/reservations      {"holder", "bytes", "ttl_s"} -> {"granted"}; "bytes": 0 ends it
     POST       /jobs/JOB/fetch             {"blobs": [{"sha256", "size"}], "nodes": [...], "progress"}
                                            -> {"present", "unavailable", "failed"}; with "progress" as lines of JSON:
                                            {"bytes", "of"} each second, at last {"result"} or {"error"}
@@ -46,7 +46,7 @@ from starlette.types import Receive, Scope, Send
 from gcore.api.tls import Connector, ReloadingFiles, ServingTls, serving_context
 from gcore.errors import GcoreError, NotAllowed, UsageError, explain_os_errors
 from gcore.media.blobs import GRACE_S, BlobStore
-from gcore.media.client import FetchResult, open_blob_http
+from gcore.media.client import BlobFetch, open_blob_http
 from gcore.media.protocol import (
     PIECE_BYTES,
     STATUS,
@@ -69,7 +69,7 @@ from gcore.system.network import join_host_port, listen
 from gcore.worker.control import ControlLine
 
 MAX_BODY_BYTES = 16 << 20
-"""Maximum size of a JSON body: about 150 000 blobs."""
+"""Maximum size of a JSON body: about 150,000 blobs."""
 
 MAX_DISCARDED_BYTES = 1 << 30
 """Maximum bytes of a refused blob that are read, so that the client can read the error."""
@@ -541,7 +541,7 @@ async def _discard(request: Request) -> None:
         return
 
 
-def _result_fields(result: FetchResult) -> dict[str, Any]:
+def _result_fields(result: BlobFetch) -> dict[str, Any]:
     return {
         "present": sorted(result.present),
         "unavailable": sorted(result.unavailable),

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from gcore.errors import GcoreError
 from gcore.media.accounts import BlobKey
 from gcore.media.blobs import BlobStore, IncomingBlob
-from gcore.media.client import BlobClient, BlobHttp, FetchResult, ProgressReport
+from gcore.media.client import BlobClient, BlobFetch, BlobHttp, ProgressReport
 from gcore.media.protocol import Blob, BlobMismatch, BlobMissing, StoreUnreachable, job_key
 from gcore.system.clock import Clock, retry_delay
 from gcore.system.concurrency import cancel_all, gather_or_cancel, is_cancelled
@@ -81,7 +81,7 @@ class BlobTransfers:
 
     async def fetch(
         self, job: str, blobs: Sequence[Blob], nodes: Sequence[str], progress: ProgressReport | None = None
-    ) -> FetchResult:
+    ) -> BlobFetch:
         """Transfer the blobs that the store lacks; see `BlobClient.fetch`. Raises StoreFull and StoreFailed."""
         wanted = {blob.sha256: blob for blob in blobs}
         total = sum(blob.size for blob in wanted.values())
@@ -110,7 +110,7 @@ class BlobTransfers:
         finally:
             await cancel_all([reporting])
         unavailable = frozenset(sha256 for sha256, reason in reasons.items() if not reason)
-        return FetchResult(frozenset(present), unavailable, {one: why for one, why in reasons.items() if why})
+        return BlobFetch(frozenset(present), unavailable, {one: why for one, why in reasons.items() if why})
 
     async def drop_job(self, job: str) -> None:
         """End the transfers of a job."""

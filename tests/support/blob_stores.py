@@ -17,9 +17,14 @@ from gcore.media.protocol import job_key
 from gcore.system.clock import SystemClock
 from gcore.worker.control import CONTROL_FD
 
-STORES = WarmStarter(("gcore.media.server",))
+STORES = WarmStarter(("gcore.media.server", "anyio._backends._asyncio", "httpcore"))
 SECRET = "5e" * 32
 TIMEOUT_S = 60.0
+
+
+def key_of(job: str = "job") -> str:
+    """The key of a job at all these stores."""
+    return job_key(bytes.fromhex(SECRET), job)
 
 
 class StoreProcess:
@@ -77,7 +82,7 @@ class StoreProcess:
 
     def client(self, http: BlobHttp, job: str = "job") -> BlobClient:
         """A client with the key of `job`."""
-        return BlobClient(self.address, job, job_key(bytes.fromhex(SECRET), job), http, SystemClock())
+        return BlobClient(self.address, job, key_of(job), http, SystemClock())
 
     def path(self, sha256: str, job: str = "job") -> Path:
         """Where it keeps a blob."""
@@ -116,9 +121,13 @@ class NarrowProxy:
         assert self._server is not None
         return f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
 
+    def open(self) -> None:
+        """Forward everything from now on."""
+        self._opened.set()
+
     def cut(self) -> None:
         """Close the connections, and forward everything from now on."""
-        self._opened.set()
+        self.open()
         for connection in self._connections:
             connection.cancel()
 

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import issued
 import pytest
-from blob_stores import SECRET, TIMEOUT_S, NarrowProxy, StoreProcess
+from blob_stores import TIMEOUT_S, NarrowProxy, StoreProcess, key_of
 
 from gcore.api.tls import PLAIN, Connector
 from gcore.errors import NotAllowed
@@ -25,7 +25,6 @@ from gcore.media.protocol import (
     StoreFailed,
     StoreFull,
     StoreUnreachable,
-    job_key,
 )
 from gcore.system.clock import SystemClock
 
@@ -55,7 +54,7 @@ async def http() -> AsyncIterator[BlobHttp]:
 
 
 def key(job: str = "job") -> dict[str, str]:
-    return {"Authorization": f"Bearer {job_key(bytes.fromhex(SECRET), job)}"}
+    return {"Authorization": f"Bearer {key_of(job)}"}
 
 
 async def health(http: BlobHttp, store: StoreProcess) -> dict[str, Any]:
@@ -128,7 +127,7 @@ async def test_each_job_needs_its_own_key_and_sees_only_its_own_blobs(start: Sta
     with pytest.raises(BlobMissing):
         await store.client(http, "two").stat(BLOB.sha256)
     assert (await store.client(http, "two").fetch([BLOB], [])).unavailable == {BLOB.sha256}
-    wrong = BlobClient(store.address, "one", job_key(bytes.fromhex(SECRET), "two"), http, SystemClock())
+    wrong = BlobClient(store.address, "one", key_of("two"), http, SystemClock())
     for call in (
         wrong.stat(BLOB.sha256),
         wrong.put_bytes(b"small"),
@@ -265,7 +264,7 @@ async def test_a_download_continues_after_a_broken_connection(start: Start, http
     store = start()
     await store.client(http).put_bytes(DATA)
     proxy = await NarrowProxy.start(store.address, 2 * MIB + 300_000)
-    client = BlobClient(proxy.address, "job", job_key(bytes.fromhex(SECRET), "job"), http, SystemClock())
+    client = BlobClient(proxy.address, "job", key_of(), http, SystemClock())
     getting = asyncio.create_task(client.get_to_file(BLOB, tmp_path / "copy"))
     await asyncio.wait_for(proxy.exhausted.wait(), TIMEOUT_S)
     before = (await health(http, store))["bytes_served"]

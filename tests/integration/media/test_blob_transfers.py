@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from blob_stores import TIMEOUT_S, NarrowProxy, StoreProcess
+from blob_stores import TIMEOUT_S, NarrowProxy, StoreProcess, key_of
 
 from gcore.api.tls import PLAIN
 from gcore.media.client import BlobHttp, open_blob_http
@@ -62,7 +62,7 @@ async def test_a_store_fetches_what_it_lacks_from_the_nodes_in_order(start: Star
     assert third.path(BLOB.sha256).read_bytes() == DATA
     assert await count(http, third, "bytes_fetched") == await count(http, second, "bytes_served") == len(DATA)
     body = {"blobs": [BLOB._asdict()], "nodes": ["n1", "n2"]}
-    headers = third.client(http)._headers
+    headers = {"Authorization": f"Bearer {key_of()}"}
     answer = await http.post(f"{third.address}/jobs/job/fetch", json=body, headers=headers)
     assert answer.json() == {"present": [BLOB.sha256], "unavailable": [], "failed": {}}
     assert await count(http, third, "bytes_fetched") == len(DATA)
@@ -145,7 +145,7 @@ async def test_requests_for_one_blob_share_a_transfer_that_outlives_its_first_cl
     await asyncio.wait_for(proxy.exhausted.wait(), TIMEOUT_S)
     first.cancel()
     await asyncio.wait([first])
-    proxy._opened.set()
+    proxy.open()
     for other in others:
         assert (await other).present == {BLOB.sha256}
     assert await count(http, target, "bytes_fetched") == len(DATA)

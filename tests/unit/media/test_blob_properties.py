@@ -140,4 +140,4 @@ class Histories(RuleBasedStateMachine):
 
 
 TestHistories = Histories.TestCase
-TestHistories.settings = settings(stateful_step_count=30)
+TestHistories.settings = settings(stateful_step_count=20)
