@@ -32,8 +32,8 @@ class Limits:
     small: int = 80
     """A module below this with one importer belongs into that importer."""
     entries: int = 15
-    entries_of: dict[str, int] = field(default_factory=lambda: {"controllers": 17, "gcore": 24})
-    modules_of: dict[str, int] = field(default_factory=lambda: {"controllers": 110, "placement": 27, "gcore": 219})
+    entries_of: dict[str, int] = field(default_factory=lambda: {"controllers": 17, "gcore": 25})
+    modules_of: dict[str, int] = field(default_factory=lambda: {"controllers": 110, "placement": 27, "gcore": 235})
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,9 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveInt,
 
 from gcore.api.tls import ServingTls
 from gcore.errors import DataError, GcoreError, UsageError
+from gcore.system.control_line import ControlLine
 from gcore.system.daemon import set_up_logging
 from gcore.system.process import thread_environment
-from gcore.worker.control import ControlLine
 
 
 class ServerLaunch(BaseModel):

@@ -64,9 +64,9 @@ from gcore.media.protocol import (
 from gcore.media.transfers import BlobTransfers
 from gcore.system.clock import Clock, SystemClock
 from gcore.system.concurrency import cancel_all
+from gcore.system.control_line import ControlLine
 from gcore.system.daemon import set_up_logging
 from gcore.system.network import join_host_port, listen
-from gcore.worker.control import ControlLine
 
 MAX_BODY_BYTES = 16 << 20
 """Maximum size of a JSON body: about 150,000 blobs."""

@@ -15,7 +15,7 @@ from warm_programs import WarmProcess, WarmStarter
 from gcore.media.client import BlobClient, BlobHttp
 from gcore.media.protocol import job_key
 from gcore.system.clock import SystemClock
-from gcore.worker.control import CONTROL_FD
+from gcore.system.control_line import CONTROL_FD
 
 STORES = WarmStarter(("gcore.media.server", "anyio._backends._asyncio", "httpcore"))
 SECRET = "5e" * 32

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gcore.system.control_line import CONTROL_FD
 from gcore.system.process import ProcessId, identify_process, wait_process_ended
-from gcore.worker.control import CONTROL_FD
 
 LONG_S = 120.0
 """Only reached when something is broken."""

@@ -50,8 +50,8 @@ from gcore.engines.torch.sampler import BatchSamplingParams, ForbiddenTokens, sa
 from gcore.engines.torch.scheduler import BELOW_ONE
 from gcore.errors import DataError, EngineError, UsageError, one_line
 from gcore.models.checks import check_code, require_config
+from gcore.system.control_line import ControlLine
 from gcore.system.memory import is_out_of_memory
-from gcore.worker.control import ControlLine
 
 PADDING = 0
 """Token in front of shorter rows, and of rows that have ended. The attention mask hides the former."""

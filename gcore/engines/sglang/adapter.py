@@ -31,10 +31,10 @@ from gcore.errors import EngineError, EngineUnreachable, GcoreError, UsageError,
 from gcore.rollout.client import EngineClient
 from gcore.rollout.transport import EngineTransport
 from gcore.system.clock import Clock, SystemClock
+from gcore.system.control_line import ControlLine
 from gcore.system.network import join_host_port, listen
 from gcore.system.process import GUARD, LAST_WORDS, exit_sentence, out_of_memory_kills
 from gcore.types import Version
-from gcore.worker.control import ControlLine
 
 KEPT_LINES = 200
 KILL_S = 30.0

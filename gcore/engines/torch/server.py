@@ -43,8 +43,8 @@ from gcore.engines.torch.model_runner import FastRunner
 from gcore.engines.torch.runner_selection import select_runner
 from gcore.errors import UsageError, explain_os_errors
 from gcore.system.clock import Clock, SystemClock
+from gcore.system.control_line import ControlLine
 from gcore.system.network import join_host_port, listen
-from gcore.worker.control import ControlLine
 
 SHORTEST = 2
 """Number of tokens of the smallest request: one of the prompt, one of the response."""

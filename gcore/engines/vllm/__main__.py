@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from gcore.engines.launch import VllmLaunch
-    from gcore.worker.control import ControlLine
+    from gcore.system.control_line import ControlLine
 
 PACKAGE = Path(__file__).resolve().parents[2]
 

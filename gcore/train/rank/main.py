@@ -38,6 +38,7 @@ from gcore.ledger.balance import content_sha256
 from gcore.models.adapter_checks import check_same_base
 from gcore.models.layout import BASE_FILE, Manifest, has_critic, read_manifest, verify_checkpoint
 from gcore.system.clock import Clock
+from gcore.system.control_line import ControlLine
 from gcore.system.daemon import set_up_logging
 from gcore.system.network import join_host_port
 from gcore.train.checkpoint.run_files import CHECKPOINT, BackgroundWriter
@@ -45,7 +46,6 @@ from gcore.train.rank.feed import FeedState, StepInput, StepPartInput, WorldName
 from gcore.train.rank.launch import CannotOffload, PhaseMeter, PhaseTotals, RankLaunch, StepResult
 from gcore.train.rank.service import RankStatus, TrainRankService
 from gcore.types import Version
-from gcore.worker.control import ControlLine
 
 if TYPE_CHECKING:
     from gcore.train.rank.blobs import BlobFetcher

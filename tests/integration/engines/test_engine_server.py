@@ -21,8 +21,8 @@ from engine_core import LLAMA_LIKE, save
 from warm_programs import ENGINES
 
 from gcore.api.authority import renew_certificate
+from gcore.system.control_line import CONTROL_FD, ORPHANED_EXIT
 from gcore.testing.models import make_tiny_model
-from gcore.worker.control import CONTROL_FD, ORPHANED_EXIT
 
 TIMEOUT_S = 120
 

@@ -20,8 +20,8 @@ import httpx
 import pytest
 from sglang_worker import LONG_S, Worker, check_ended, start_worker
 
+from gcore.system.control_line import CONTROL_FD, ORPHANED_EXIT
 from gcore.system.process import ProcessId, identify_process, wait_process_ended
-from gcore.worker.control import CONTROL_FD, ORPHANED_EXIT
 
 
 @pytest.fixture

@@ -33,8 +33,8 @@ from gcore.ledger.balance import balance_samples
 from gcore.ledger.records.chain import Seal, SealedGroup, SealState
 from gcore.models.layout import checkpoint_folder, manifest_digest, receipts_file, verify_checkpoint, weights_folder
 from gcore.schema import SCHEMA_VERSION
+from gcore.system.control_line import CONTROL_FD
 from gcore.types import Group, PromptRef, Sample, Version, VersionSpan
-from gcore.worker.control import CONTROL_FD
 
 VOCABULARY = 64
 JOB = "job-1"

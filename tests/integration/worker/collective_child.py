@@ -8,7 +8,7 @@ import threading
 import torch
 from torch import distributed
 
-from gcore.worker.control import ControlLine
+from gcore.system.control_line import ControlLine
 
 
 def main() -> None:

@@ -11,7 +11,7 @@ import subprocess
 import sys
 from typing import Any
 
-from gcore.worker.control import ControlLine
+from gcore.system.control_line import ControlLine
 
 
 def main() -> None:

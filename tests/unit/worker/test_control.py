@@ -18,9 +18,10 @@ from pydantic import ValidationError
 from gcore.errors import UsageError
 from gcore.store.reference import StoreRef
 from gcore.system import process as death
+from gcore.system.control_line import CONTROL_FD
 from gcore.system.daemon import log_environment
 from gcore.system.process import SIZED, CannotStart, ProcessId, terminate_process, thread_environment
-from gcore.worker.control import CONTROL_FD, child_environment, parse_event
+from gcore.worker.control import child_environment, parse_event
 from gcore.worker.lifecycle import ChildFailed, ChildListens, ChildProgressed, ChildServes, WorkerEvent
 from gcore.worker.main import READ_WITHIN_S, read_launch, start_worker, sweep_launches, worker_command
 from gcore.worker.records import LaunchSpec, WorkerRecord
