@@ -211,7 +211,8 @@ class CopyManifest(BaseModel):
     """Manifest of a converted copy, which shows whether the copy is current.
 
     `sources`: path, size, mtime_ns and inode of each source file. `written`: size, mtime_ns and inode of the copy.
-    `rows`: number of rows of each source file. `left_out`: reason by column that is not in the copy.
+    `rows`: number of rows of each source file. `left_out`: reason by column that is not in the copy. `pictures`: number
+    of pictures that the rows name, in a folder beside the copy.
     """
 
     version: int
@@ -219,6 +220,7 @@ class CopyManifest(BaseModel):
     written: tuple[int, int, int]
     rows: list[int]
     left_out: dict[str, str] = {}
+    pictures: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,13 +228,15 @@ class RowCopy:
     """A converted copy of a source. `path`: file with the JSON lines. `rows`: number of rows of each source file, in
     order.
 
-    `left_out`: for each column that is not in the copy, the reason.
+    `left_out`: for each column that is not in the copy, the reason. `pictures`: folder with the pictures that were in the
+    source itself; None if there were none.
     """
 
     data: DataFiles
     path: Path
     rows: tuple[int, ...]
     left_out: Mapping[str, str]
+    pictures: Path | None = None
 
     def name_of(self, row: int) -> str:
         """Return how errors name row number `row` (from 0) of the copy: file and row in it, or the row of a saved
@@ -247,10 +251,13 @@ class RowCopy:
 
 @dataclass(frozen=True, slots=True)
 class WantedColumns:
-    """Which columns of a table to read. `needed`: these must convert to JSON. `only`: whether to skip all others."""
+    """Which columns of a table to read. `needed`: these must convert to JSON. `only`: whether to skip all others.
+    `images`: the column with pictures.
+    """
 
     needed: frozenset[str] = frozenset()
     only: bool = False
+    images: str | None = None
 
     @classmethod
     def of(
@@ -261,7 +268,7 @@ class WantedColumns:
         """
         fields = (*answers, *(() if images is None else (images,)))
         roots = {prompt, *fields, *(field.partition(".")[0] for field in fields)}
-        return cls(frozenset(roots | set(columns or ())), columns is not None)
+        return cls(frozenset(roots | set(columns or ())), columns is not None, images)
 
 
 def find_or_make_copy(
@@ -277,12 +284,17 @@ def find_or_make_copy(
     Raises DataError, also for a needed column that does not convert to JSON; other such columns are left out.
     """
     key = (str(data.path), data.kind, split, *(sorted(wanted.needed) if wanted.only else ()))
+    if wanted.images is not None:
+        key = (*key, {"images": wanted.images})
     named = blake2b(repr(key).encode(), digest_size=8).hexdigest()
     stem = f".{data.path.name[:40]}.{named}"
-    made = _Copy(data, cache_dir / f"{stem}.rows", cache_dir / f"{stem}.copy", wanted)
+    lines, manifest, pictures = (cache_dir / f"{stem}.{end}" for end in ("rows", "copy", "pictures"))
+    made = _Copy(data, lines, manifest, pictures, wanted)
     found = made.find()
     if found is not None:
         mark_used(made.manifest)
+        if found.pictures is not None:
+            mark_used(found.pictures)
         return found
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)
@@ -312,6 +324,7 @@ class _Copy:
     data: DataFiles
     lines: Path
     manifest: Path
+    pictures: Path
     wanted: WantedColumns
 
     def find(self) -> RowCopy | None:
@@ -329,7 +342,13 @@ class _Copy:
             return None
         if self.wanted.needed & manifest.left_out.keys():
             return None  # make it again, which reports why the column cannot be read
-        return RowCopy(self.data, self.lines, tuple(manifest.rows), manifest.left_out)
+        if manifest.pictures and not self.pictures.is_dir():
+            return None
+        return self._copy(manifest)
+
+    def _copy(self, manifest: CopyManifest) -> RowCopy:
+        pictures = self.pictures if manifest.pictures else None
+        return RowCopy(self.data, self.lines, tuple(manifest.rows), manifest.left_out, pictures)
 
     def make(self, lock: int, progress: Progress | None) -> RowCopy:
         """Convert the source files and store the copy. `lock`: file descriptor of the held lock. Raises DataError,
@@ -338,7 +357,8 @@ class _Copy:
         sources = self._sources()
         part = self.lines.with_suffix(".part")
         try:
-            rows, left_out = _convert(self.data, part, self.wanted, lock, progress)
+            answer = _convert(self.data, part, self.pictures, self.wanted, lock, progress)
+            rows, left_out = list(answer["written"]), dict(answer["left_out"])
             if self._sources() != sources:
                 raise DataError(
                     "the data changed while gcore read them",
@@ -349,12 +369,19 @@ class _Copy:
                 raise DataError("the data contain no prompts", where=str(self.data.path), fix="Name another file")
             part.replace(self.lines)
             written = _known(identify_file(self.lines))
-            manifest = CopyManifest(version=FORMAT, sources=sources, written=written, rows=rows, left_out=left_out)
+            manifest = CopyManifest(
+                version=FORMAT,
+                sources=sources,
+                written=written,
+                rows=rows,
+                left_out=left_out,
+                pictures=answer["pictures"],
+            )
             part.write_text(manifest.model_dump_json())
             part.replace(self.manifest)
         finally:
             part.unlink(missing_ok=True)
-        return RowCopy(self.data, self.lines, tuple(rows), left_out)
+        return self._copy(manifest)
 
     def _sources(self) -> list[tuple[str, int, int, int]]:
         return [(str(file), *_known(identify_file(file))) for file in self.data.files]
@@ -365,10 +392,12 @@ def _known(identity: FileIdentity) -> tuple[int, int, int]:
 
 
 def _convert(
-    data: DataFiles, to: Path, wanted: WantedColumns, lock: int, progress: Progress | None
-) -> tuple[list[int], dict[str, str]]:
+    data: DataFiles, to: Path, pictures: Path, wanted: WantedColumns, lock: int, progress: Progress | None
+) -> dict[str, Any]:
+    """Run `gcore.data.tables`, and return its last answer: `written`, `left_out` and `pictures`. Raises DataError."""
     request: dict[str, Any] = {"kind": data.kind, "files": [str(file) for file in data.files], "to": str(to)}
     request |= {"needed": sorted(wanted.needed), "only": wanted.only}
+    request |= {"images": wanted.images, "pictures": str(pictures)}
     command = [sys.executable, "-P", "-m", "gcore.prompts.tables"]
     pipe = subprocess.PIPE
     with subprocess.Popen(
@@ -389,7 +418,7 @@ def _convert(
         finally:
             process.kill()  # it has ended, or is no longer needed
     if "written" in answer:
-        return list(answer["written"]), dict(answer["left_out"])
+        return answer
     if "error" in answer:
         error = answer["error"]
         raise DataError(error["what"], where=error["where"], fix=error["fix"])
@@ -507,7 +536,7 @@ class Dataset:
     @property
     def pictures(self) -> Path | None:
         """The folder with the pictures that were in the data themselves; None if there were none."""
-        return None
+        return None if self._copy is None else self._copy.pictures
 
     @property
     def left_out(self) -> Mapping[str, str]:

@@ -5,6 +5,10 @@ runs as a child process. `gcore.data.dataset` starts it with a request on standa
 line from its standard output: {"rows": done, "of": all} as progress, then {"written": [rows of each file]}, or
 {"error": {"what", "where", "fix"}}.
 
+Pictures in the column that `images` names (binary values, or objects with `bytes` and `path` as `datasets` saves them, or
+lists of either) are written to files named by their SHA-256, and the lines get their names: `sha256/HEX.png`. A path
+without bytes is kept as it is.
+
 Integers, floats, booleans, text, lists and objects are written as JSON; dates, times and decimals as text. Null fields
 of a row are kept. Null fields of nested objects are left out, because an object column has every field in every row.
 Values that JSON cannot represent (binary data, NaN and Infinity, text that is not UTF-8) raise an error in needed
@@ -13,10 +17,12 @@ columns, and are left out elsewhere. `gcore.data.jsonl` checks the entries thems
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -25,6 +31,7 @@ import pyarrow.parquet as pq
 from pyarrow import types
 
 from gcore.errors import DataError
+from gcore.media.picture_index import WRITTEN
 
 BATCH_ROWS = 2048
 
@@ -39,21 +46,82 @@ TELL_EVERY = 16
 """Number of batches between two progress reports."""
 
 
+_SUFFIXES = {b"\x89PNG": "png", b"\xff\xd8\xff": "jpg", b"RIFF": "webp"}
+"""Ends of the names of picture files by their first bytes."""
+
+
+class PictureWriter:
+    """Writes the pictures of a column to files in `folder`."""
+
+    def __init__(self, column: str, folder: Path) -> None:
+        self.column = column
+        self.written = 0
+        self._folder = folder
+
+    def names(self, value: Any) -> Any:
+        """Return a value of the column with the names of its pictures in place of their bytes, after writing them.
+
+        Raises ValueError for a value that is no picture, and OSError.
+        """
+        if isinstance(value, list):
+            if any(item is None for item in value):
+                raise ValueError("null in a list of pictures")
+            return [self.names(item) for item in value]
+        if isinstance(value, bytes):
+            return self._write(value)
+        if isinstance(value, dict):
+            if value.get("bytes") is not None:
+                return self._write(value["bytes"])
+            if value.get("path") is None:
+                raise ValueError("a picture with neither bytes nor path")
+            return value["path"]
+        return value
+
+    def _write(self, data: bytes) -> str:
+        suffix = next((end for begin, end in _SUFFIXES.items() if data.startswith(begin)), "bin")
+        name = f"{WRITTEN}{hashlib.sha256(data).hexdigest()}.{suffix}"
+        file = self._folder / name
+        if not file.exists() or file.stat().st_size != len(data):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            part = file.with_name(f".{file.name}.part")
+            part.write_bytes(data)
+            part.replace(file)
+        self.written += 1
+        return name
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenRows:
+    """Result of a conversion. `rows`: number of rows of each file. `left_out`: for each column of which values were left
+    out, the reason. `pictures`: number of pictures that were written to files.
+    """
+
+    rows: list[int]
+    left_out: dict[str, str]
+    pictures: int = 0
+
+
 class UnsuitableColumn(Exception):
     """JSON cannot represent the type of a column. The text names what the column holds."""
 
 
 def write_rows(
-    kind: str, files: list[Path], to: Path, out: TextIO, needed: frozenset[str] = frozenset(), *, only: bool = False
-) -> tuple[list[int], dict[str, str]]:
+    kind: str,
+    files: list[Path],
+    to: Path,
+    out: TextIO,
+    needed: frozenset[str] = frozenset(),
+    *,
+    only: bool = False,
+    pictures: PictureWriter | None = None,
+) -> WrittenRows:
     """Write all rows of `files` to the file `to`, one JSON object per line.
 
-    Returns the number of rows of each file, and for each column of which values were left out, the reason. `kind`:
-    "parquet" or "hf". `out`: stream for progress reports. `needed`: columns in which a value that JSON cannot represent
-    is an error. `only`: read no other column. Raises DataError.
+    `kind`: "parquet" or "hf". `out`: stream for progress reports. `needed`: columns in which a value that JSON cannot
+    represent is an error. `only`: read no other column. `pictures`: writes the pictures of its column. Raises DataError.
     """
     left_out: dict[str, str] = {}
-    readers = [_Reader(kind, file, needed, left_out, only=only) for file in files]
+    readers = [_Reader(kind, file, needed, left_out, only=only, pictures=pictures) for file in files]
     total = sum(reader.rows for reader in readers)
     written: list[int] = []
     with to.open("wb", buffering=BUFFER_BYTES) as lines:
@@ -70,14 +138,24 @@ def write_rows(
         lines.flush()
         os.fsync(lines.fileno())
     _tell(out, {"rows": total, "of": total})
-    return written, left_out
+    return WrittenRows(written, left_out, 0 if pictures is None else pictures.written)
 
 
 class _Reader:
     """Reads one file in batches of rows. `rows`: its number of rows, from its metadata or from a pass over the file."""
 
-    def __init__(self, kind: str, path: Path, needed: frozenset[str], left_out: dict[str, str], *, only: bool) -> None:
+    def __init__(
+        self,
+        kind: str,
+        path: Path,
+        needed: frozenset[str],
+        left_out: dict[str, str],
+        *,
+        only: bool,
+        pictures: PictureWriter | None,
+    ) -> None:
         self.path = path
+        self.pictures = pictures
         self.needed = needed
         self.left_out = left_out
         self._kind = kind
@@ -97,7 +175,8 @@ class _Reader:
             if schema.names.count(name) > 1:
                 raise DataError(f"two columns have the name {name!r}", where=str(self.path), fix="Rename one of them")
             try:
-                _plain(schema.field(name).type)
+                if not self.has_pictures(name, schema.field(name).type):
+                    _plain(schema.field(name).type)
             except UnsuitableColumn as error:
                 if name not in self.needed:
                     self.left_out[name] = f"it holds {error}"
@@ -116,6 +195,10 @@ class _Reader:
                 fix="Write the prompts into a text column",
             )
         return names
+
+    def has_pictures(self, name: str, kind: Any) -> bool:
+        """Return whether the column `name` of type `kind` has pictures that are to be written to files."""
+        return self.pictures is not None and name == self.pictures.column and _holds_pictures(kind)
 
     def batches(self) -> Iterator[Any]:
         with _ArrowErrors(self.path, self._kind):
@@ -186,6 +269,17 @@ def _plain(kind: Any) -> Any:
     return kind
 
 
+def _holds_pictures(kind: Any) -> bool:
+    """Return whether the values of a type have the bytes of pictures."""
+    if isinstance(kind, pa.BaseExtensionType):
+        return _holds_pictures(kind.storage_type)
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        return _holds_pictures(kind.value_type)
+    if types.is_struct(kind):
+        return kind.get_field_index("bytes") >= 0 and _holds_pictures(kind.field("bytes").type)
+    return bool(types.is_binary(kind) or types.is_large_binary(kind) or types.is_binary_view(kind))
+
+
 def _pieces(batch: Any) -> Iterator[Any]:
     rows = max(1, batch.num_rows * PIECE_BYTES // max(1, batch.nbytes))
     return (batch.slice(start, rows) for start in range(0, batch.num_rows, rows))
@@ -195,6 +289,9 @@ def _as_lines(batch: Any, reader: _Reader, first: int) -> bytes:
     """Return the rows of a batch as JSON lines. `first`: number of the first row in the file."""
     columns: dict[str, list[Any]] = {}
     for name, column in zip(batch.schema.names, batch.columns, strict=True):
+        if reader.has_pictures(name, column.type):
+            columns[name] = _written_pictures(column, reader, first)
+            continue
         plain = _plain(column.type)
         try:
             values = (column if plain == column.type else column.cast(plain)).to_pylist(maps_as_pydicts="strict")
@@ -210,6 +307,19 @@ def _as_lines(batch: Any, reader: _Reader, first: int) -> bytes:
         return "".join([_encode(row) + "\n" for row in rows]).encode("utf-8")
     except ValueError:
         return _slowly(rows, reader, first)
+
+
+def _written_pictures(column: Any, reader: _Reader, first: int) -> list[Any]:
+    """Write the pictures of a column to files, and return their names, by row. Raises DataError, OSError."""
+    assert reader.pictures is not None
+    stored = column.storage if isinstance(column, pa.ExtensionArray) else column
+    names = []
+    for number, value in enumerate(stored):  # one row at a time, because pictures are large
+        try:
+            names.append(reader.pictures.names(value.as_py()))
+        except ValueError as error:
+            raise _of_row(number, reader.path, first, reader.pictures.column, str(error)) from error
+    return names
 
 
 def _slowly(rows: list[dict[str, Any]], reader: _Reader, first: int) -> bytes:
@@ -269,14 +379,16 @@ def main() -> int:
     pa.set_cpu_count(1)
     pa.set_io_thread_count(1)
     request = json.loads(sys.stdin.read())
+    pictures = PictureWriter(request["images"], Path(request["pictures"])) if request.get("images") else None
     try:
-        written, left_out = write_rows(
+        written = write_rows(
             request["kind"],
             [Path(file) for file in request["files"]],
             Path(request["to"]),
             sys.stdout,
             frozenset(request.get("needed", ())),
             only=request.get("only", False),
+            pictures=pictures,
         )
     except BrokenPipeError:
         return 1  # the parent has ended
@@ -289,5 +401,5 @@ def main() -> int:
     except DataError as error:
         _tell(sys.stdout, {"error": {"what": error.what, "where": error.where, "fix": error.fix}})
         return 2
-    _tell(sys.stdout, {"written": written, "left_out": left_out})
+    _tell(sys.stdout, {"written": written.rows, "left_out": written.left_out, "pictures": written.pictures})
     return 0

@@ -256,7 +256,7 @@ class SmartResizeRule(PictureRule):
         return self._folder.token(self.vision_start_id) + inner + self._folder.token(self.vision_end_id)
 
     def _resize(self, height: int, width: int) -> Size:
-        """The function `smart_resize` of Qwen2-VL's processor in transformers."""
+        """As Qwen2-VL's processor in transformers."""
         if max(height, width) / min(height, width) > MAX_ASPECT:
             raise DataError(
                 f"a picture of {width}x{height} pixels has one side more than {MAX_ASPECT} times as long as the other",

@@ -17,7 +17,7 @@ PICTURE_TOKENS = (
 NEWLINES = tuple("Ċ" * count for count in range(2, 9))
 
 QWEN_TEMPLATE = (
-    "{%- for message in messages %}<|im_start|>{{ message['role'] }}\n"
+    "{%- for message in messages %}<|im_start|>{{ message['role'] + '\\n' }}"
     "{%- if message['content'] is string %}{{ message['content'] }}{%- else %}"
     "{%- for part in message['content'] %}"
     "{%- if part['type'] == 'image' or 'image' in part %}<|vision_start|><|image_pad|><|vision_end|>"

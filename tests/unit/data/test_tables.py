@@ -179,7 +179,7 @@ def test_table_rows_round_trip(tmp_path: Path, rows: list[dict[str, Any]]) -> No
     )
     path = write_parquet(tmp_path / "rows.parquet", pa.Table.from_pylist(rows, schema=schema), row_group_size=4)
     with (tmp_path / "said").open("w") as out:
-        assert tables.write_rows("parquet", [path], tmp_path / "lines", out) == ([len(rows)], {})
+        assert tables.write_rows("parquet", [path], tmp_path / "lines", out) == tables.WrittenRows([len(rows)], {})
     assert [json.loads(line) for line in (tmp_path / "lines").read_bytes().split(b"\n")[:-1]] == rows
 
 
@@ -291,7 +291,7 @@ def test_large_rows_are_written_a_few_at_a_time(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(tables, "_as_lines", noted)
     monkeypatch.setattr(tables, "PIECE_BYTES", 4000)
-    assert tables.write_rows("parquet", [path], tmp_path / "pieces", io.StringIO()) == ([10], {})
+    assert tables.write_rows("parquet", [path], tmp_path / "pieces", io.StringIO()) == tables.WrittenRows([10], {})
     assert sum(sizes) == 10
     assert max(sizes) == 3
     assert (tmp_path / "pieces").read_bytes() == (tmp_path / "whole").read_bytes()
