@@ -340,12 +340,13 @@ def _read_webp(file: BinaryIO, beginning: bytes) -> _Header:
 def _open_image(file: BinaryIO, header: _Header, where: str | None) -> Image.Image:
     """Open a picture with Pillow's class for its format. `Image.open` would also check the size, and warn.
 
-    A JPEG file with several pictures, as phones write them, counts as its first picture. Raises PictureError.
+    A JPEG file with several pictures, as phones write them, counts as its first picture. Raises PictureError, and DataError
+    if Pillow is missing.
     """
     try:
         from PIL import Image, JpegImagePlugin, PngImagePlugin, WebPImagePlugin
     except ImportError as error:
-        raise PictureError(
+        raise DataError(  # not about this picture
             f"pictures need Pillow, which cannot be imported ({error})", fix="Install it: pip install 'gcore[vision]'"
         ) from error
     kinds: dict[str, Callable[[BinaryIO], Image.Image]] = {

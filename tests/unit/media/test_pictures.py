@@ -18,6 +18,7 @@ import pytest
 from picture_files import decoded, encoded, picture
 from PIL import Image, ImageOps, PngImagePlugin
 
+from gcore.errors import DataError
 from gcore.media.pictures import MAX_DECODE_PIXELS, PictureError, inspect_picture, normalize_picture
 
 
@@ -276,3 +277,13 @@ def test_the_module_imports_no_pillow() -> None:
     program = "import sys, gcore.media.pictures; print('PIL' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "False"
+
+
+def test_missing_pillow_is_an_error_about_the_installation_and_not_about_a_picture(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    data = encoded(picture())
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    with pytest.raises(DataError, match=r"need Pillow.*pip install 'gcore\[vision\]'") as caught:
+        inspect_picture(data)
+    assert not isinstance(caught.value, PictureError)
