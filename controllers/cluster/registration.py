@@ -165,6 +165,7 @@ class NodeRegistration:
         store: Store,
         identity: Identity,
         metrics_address: str,
+        blob_address: str,
         changes: ChangeSignal,
         session: Session,
         ready: Callable[[bool, str], Awaitable[None]],
@@ -177,6 +178,7 @@ class NodeRegistration:
         self._store = store
         self._identity = identity
         self._metrics_address = metrics_address
+        self._blob_address = blob_address
         self._changes = changes
         self._session = session
         self._ready = ready
@@ -275,6 +277,7 @@ class NodeRegistration:
             started=self._clock.wall(),
             sglang=config.sglang_python is not None,
             vllm=config.vllm_python is not None,
+            blobs=self._blob_address,
             facts=facts,
         )
 

@@ -106,6 +106,7 @@ class Daemon:
             async with asyncio.TaskGroup() as group:
                 group.create_task(watch_members(etcd.standing, self._own.metrics, self._clock), name="store's size")
                 group.create_task(self._notifying.feed_watchdog(), name="watchdog")
+                group.create_task(self._own.blobs.run(store), name="blob store")
                 group.create_task(GarbageCollector(config, store, self._clock).run(), name="clearing")
                 if (watched := self._security.watched) is not None or tls_endpoints(config.etcd):
                     looking = watch_certificates(watched, config.etcd, self._own.metrics, self._clock)

@@ -28,12 +28,14 @@ from controllers.cluster.shares import ShareWriter
 from controllers.cluster.slot_health import SlotHealth
 from controllers.identity import Identity, new_incarnation
 from controllers.job.supervision import work_on_job
+from controllers.storage.blobs import NodeBlobs
 from controllers.storage.run_folder import LocalRunFolders
 from controllers.workers.launcher import JobGroups
 from gcore.api.tls import PLAIN, Connector
 from gcore.config.node import NodeConfig
 from gcore.errors import LeaseLost, StoreUnavailable
 from gcore.ledger.records.cluster import Claim, Shares, slots_of_share
+from gcore.ledger.records.job import NodeRecord
 from gcore.ledger.transactions import Versioned
 from gcore.models.replicas import sweep_memory
 from gcore.observability.metrics import Metrics
@@ -111,6 +113,7 @@ class Incarnation:
                     self._store,
                     identity,
                     at.metrics,
+                    own.blobs.address,
                     self._changes,
                     session,
                     self._ready,
@@ -192,6 +195,7 @@ class Incarnation:
             own.folders,
             own.connector,
             groups=own.groups,
+            blobs=own.blobs,
             traces=own.traces,
             released=self._changes.notify,
         )
@@ -266,6 +270,8 @@ class DaemonState:
     """Tracks which of the node's slots are unhealthy."""
     groups: JobGroups = field(init=False)
     """The control groups of the jobs' processes."""
+    blobs: NodeBlobs = field(init=False)
+    """The blob store of the node."""
     traces: StepTraces | None = field(init=False)
     """Exports steps as spans; None: no export."""
 
@@ -275,6 +281,10 @@ class DaemonState:
         self.facts = NodeFactsReader(self.config)
         self.health = SlotHealth(self.config.node, self.config.slots, self.clock)
         self.groups = JobGroups(self.config.limits)
+        self.blobs = NodeBlobs(self.config, self.clock, self._nodes, self.connector)
+
+    def _nodes(self) -> Mapping[str, NodeRecord]:
+        return {} if self.cluster is None else self.cluster.nodes
 
 
 @dataclass(frozen=True, slots=True)

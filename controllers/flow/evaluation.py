@@ -20,11 +20,12 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from controllers.changes import ChangeSignal
 from controllers.flow.episodes import EpisodeRequest, EpisodeRunner, EvalAnswer
 from controllers.flow.job_data import JobData, SourcePipeline, eval_seed
+from controllers.flow.job_media import JobMedia
 from controllers.inference.pool import EnginePool
 from controllers.rules.step import evaluation_order, members_with_engines, parts_to_take
 from controllers.rules.view import TURN_SECONDS, JobView
@@ -118,7 +119,10 @@ class Evaluator:
         ledger: LedgerEvaluations,
         clock: Clock,
         episodes: EpisodeRunner | None = None,
+        media: JobMedia | None = None,
     ) -> None:
+        """`media`: provides the pictures of prompts; None: they have none."""
+        self._media = media
         self.data = data
         self.look = look
         self.changes = changes
@@ -290,7 +294,12 @@ class Evaluator:
             token_ids = [prompts[index].token_ids for index, _ in tries]
             samples: Sequence[EvalAnswer]
             if self._episodes is None:
-                samples = await self._engines.generate(version, token_ids, pipeline.params, seeds, rid)
+                if self._media is not None:
+                    samples = await self._with_pictures(
+                        version, [prompts[index] for index, _ in tries], pipeline, seeds, rid
+                    )
+                else:
+                    samples = await self._engines.generate(version, token_ids, pipeline.params, seeds, rid)
             else:
                 renderer = self._sets[name].opened.renderer
                 requests = [EpisodeRequest(version, prompts[index], renderer, pipeline.params) for index, _ in tries]
@@ -307,6 +316,24 @@ class Evaluator:
         finally:
             for prompt in prompts.values():
                 pipeline.forget(prompt)
+
+    async def _with_pictures(
+        self, version: Version, prompts: Sequence[Prompt], pipeline: SourcePipeline, seeds: Sequence[int], rid: str
+    ) -> Sequence[Sample]:
+        """Generate one response to each prompt, in one request for each, because requests name their pictures."""
+        media = self._media
+        assert media is not None
+
+        async def one(prompt: Prompt, seed: int, number: int) -> Sample:
+            params, ids = pipeline.params, prompt.token_ids
+            if prompt.pictures:
+                params = replace(params, pictures=await media.in_request(prompt, trained=False))
+                ids = prompt.short_ids
+            (made,) = await self._engines.generate(version, [ids], params, [seed], f"{rid}.{number}")
+            return made
+
+        asked = [one(prompt, seed, i) for i, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True))]
+        return await gather_or_cancel(asked)
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ from controllers.flow.episodes import EpisodeRequest, EpisodeRunner
 from controllers.flow.evaluation import Evaluator, LedgerEvaluations
 from controllers.flow.group_buffer import GroupBuffer
 from controllers.flow.job_data import JobData, sample_seed
+from controllers.flow.job_media import JobMedia
 from controllers.flow.peer_collectives import PeerCollectives
 from controllers.flow.step import JobStep, StepContext
 from controllers.inference.pool import EnginePool
@@ -74,16 +75,18 @@ class JobPeer:
         faults: PluginErrorLog,
         warnings: WarningLog,
         episodes: EpisodeRunner | None = None,
+        media: JobMedia | None = None,
     ) -> None:
         """`look`: returns the present view of the job. `episodes`: makes multi-turn responses, for a job with an
-        environment or an agent."""
+        environment or an agent. `media`: provides the pictures of prompts; None: they have none."""
+        self._media = media
         self.data = data
         self.look = look
         self.changes = changes
         self.buffer = buffer
         self._engines = engines
         self._episodes = episodes
-        self._evaluator = Evaluator(data, look, changes, engines, evaluations, clock, episodes)
+        self._evaluator = Evaluator(data, look, changes, engines, evaluations, clock, episodes, media)
         self.clock = clock
         self._stopwatch = stopwatch
         self._orders = orders
@@ -194,6 +197,9 @@ class JobPeer:
         if self._episodes is not None:
             return await self._play_episodes(prompt, version, params, seeds, rid, greedy=greedy)
         prompts = [prompt.token_ids] * count
+        if self._media is not None and prompt.pictures:
+            params = replace(params, pictures=await self._media.in_request(prompt, trained=True))
+            prompts = [prompt.short_ids] * count
         decode = self.data.stream.found(prompt.ref)[0].renderer.tokenizer.decode
         follow = self._follow_head(prompt.ref) if self.data.spec.rollout.staleness else None
         ended = None if greedy else self._early_judge(prompt)
@@ -285,7 +291,13 @@ class JobPeer:
         view = self.look()
         opened, _ = self.data.stream.found(prompt.ref)
         longest = self.data.sources[prompt.source].params.max_new_tokens
-        return make_demonstration(prompt, opened, view.head.version, longest)
+        return make_demonstration(await self._with_media(prompt), opened, view.head.version, longest)
+
+    async def _with_media(self, prompt: Prompt) -> Prompt:
+        """The prompt with the media of its pictures. Raises EngineError."""
+        if self._media is None or not prompt.pictures:
+            return prompt
+        return replace(prompt, media=await self._media.of(prompt))
 
     async def score(self, prompt: Prompt, samples: tuple[Sample, ...]) -> Group | Outcome:
         """Score the responses to a prompt with its source's reward, and apply the spec's rule for truncated responses.
@@ -296,7 +308,8 @@ class JobPeer:
             return outcome
         self._forget_verdicts_at_end(prompt)
         results = await pipeline.scored(prompt, samples)
-        group = make_scored_group(prompt, samples, results, rollout, pipeline.source.sampling)
+        seen = await self._with_media(prompt)
+        group = make_scored_group(seen, samples, results, rollout, pipeline.source.sampling)
         self.buffer.note_scores(group)
         rewards = [sample.reward for sample in group.samples]
         self._equal_rewards.note(prompt.source, prompt.ref, rewards, self.look().head.step)

@@ -25,6 +25,7 @@ from controllers.job.supervision import (
 )
 from controllers.rules.decide import has_handed_over
 from controllers.rules.view import JobView, Timers
+from controllers.storage.blobs import NodeBlobs
 from controllers.storage.run_folder import (
     LocalRunFolders,
     folder_loss,
@@ -65,6 +66,7 @@ def make_dependencies(
     folders: LocalRunFolders,
     connector: Connector = PLAIN,
     groups: JobGroups | None = None,
+    blobs: NodeBlobs | None = None,
     traces: StepTraces | None = None,
     released: Callable[[], None] = lambda: None,
 ) -> JobDependencies:
@@ -72,7 +74,7 @@ def make_dependencies(
     not exported. `released`: called when slot accounting has read the job's workers for the last time, so that they may
     be stopped."""
     keys, home = JobKeys(uid), Path(config.home)
-    launcher, reach = WorkerLauncher(config, clock, connector, groups), engine_reach(connector)
+    launcher, reach = WorkerLauncher(config, clock, connector, groups, blobs), engine_reach(connector)
     return JobDependencies(
         store=store,
         ledger=TransactionExecutor(store, keys),
@@ -86,6 +88,7 @@ def make_dependencies(
         warnings=WarningLog(store, keys, identity.node, clock),
         errors=PluginErrorLog(store, keys, identity.node),
         folders=folders,
+        blobs=blobs,
         memory_dir=launcher.memory_dir(uid),
         cache_dir=home / "cache",
         disk_gib=config.limits.disk_gib,

@@ -26,6 +26,7 @@ from controllers.flow.episodes import EpisodePool, new_episode_pool, new_episode
 from controllers.flow.evaluation import LedgerEvaluations
 from controllers.flow.group_buffer import GroupBuffer
 from controllers.flow.job_data import JobData, rewards_of
+from controllers.flow.job_media import JobMedia
 from controllers.flow.peer import JobPeer
 from controllers.flow.peer_collectives import PeerCollectives
 from controllers.identity import Identity
@@ -33,7 +34,7 @@ from controllers.inference.judge_engines import JudgePool
 from controllers.inference.judges import ExternalJudges, JudgeMetricsObserver, answers_of_a_step, open_judges
 from controllers.inference.pool import EnginePool
 from controllers.inference.rules import HealthLimits
-from controllers.job.effects import Effects
+from controllers.job.effects import Effects, no_stores
 from controllers.job.executor import apply_action
 from controllers.job.preparation import Preparation
 from controllers.job.reconciler import ActionsInFlight, Reconciler
@@ -42,6 +43,7 @@ from controllers.planning.lender import own_loads
 from controllers.planning.planner import Planner
 from controllers.rules.actions import SetPhase
 from controllers.rules.view import JobView, Memo, Timers
+from controllers.storage.blobs import NodeBlobs
 from controllers.storage.garbage import TOPIC as DISK_TOPIC
 from controllers.storage.garbage import DiskQuota, DiskUsage, QuotaLevel
 from controllers.storage.replication import Replicator
@@ -58,7 +60,7 @@ from controllers.workers.ranks import RankConnections
 from gcore.api.tls import Connector
 from gcore.api.v1.placement_pb2 import LoadsReply
 from gcore.config.load import find_flow
-from gcore.config.spec import JobSpec, outdated_settings
+from gcore.config.spec import JobSpec, outdated_settings, uses_pictures
 from gcore.data.dataset import DataChanged
 from gcore.errors import GcoreError
 from gcore.flows.api import Flow, Peer
@@ -115,6 +117,8 @@ class JobDependencies:
     memory_dir: Path | None
     """The folder of in-memory copies of the job's train states on this node; None: no copies are kept."""
     cache_dir: Path
+    blobs: NodeBlobs | None
+    """The blob store of this node; None: jobs with pictures cannot run here."""
     disk_gib: float | None
     """The disk quota of the job; None: no quota."""
     new_recorder: Callable[[Callable[[], JobMirror]], RunRecorder]
@@ -294,6 +298,11 @@ class JobSession(LiveJob):
             group=control_group,
         )
         self.episodes: EpisodePool | None = new_episode_pool(spec, clock, dependencies.errors.note, control_group)
+        self.media: JobMedia | None = None
+        """The media of the job's prompts; None: it has none."""
+        if uses_pictures(spec) and dependencies.blobs is not None:
+            dependencies.blobs.need()
+            self.media = JobMedia(dependencies.blobs, self.uid, self.me, self.buffer.refs, clock)
         self.own_folder: LocalRunFolder | None = (
             dependencies.folders.of(job.uid, self.run_dir) if has_own_folder(job) else None
         )
@@ -341,6 +350,7 @@ class JobSession(LiveJob):
             away=partial(dependencies.folder_loss, self.run_dir),
             replicator=replicator,
             memory_dir=dependencies.memory_dir,
+            locate=no_stores if self.media is None else self.media.locate,
         )
 
     @property
@@ -552,6 +562,7 @@ class JobWork:
             faults=dependencies.errors,
             warnings=session.warnings,
             episodes=episodes,
+            media=session.media,
         )
         self._reconciler = Reconciler(
             job=session,
@@ -609,6 +620,8 @@ class JobWork:
                     "collectives": session.collectives.answer_others(),
                     "external": session.external.run(),
                 } | ({"placement": self._planner.run()} if self._data.spec.placement.is_live else {})
+                if session.media is not None:
+                    work["media"] = session.media.run()
                 if answers_of_a_step(self._data.spec):
                     work["unjudged"] = session.fail_unjudged()
                 if dependencies.disk_gib is not None:

@@ -17,10 +17,12 @@ import logging
 import re
 import uuid
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from controllers.rules.view import JobView, world_start
 from controllers.rules.workers import Launch, Launches, StartEngine, StartRank, engine_key, is_usable, launch_key
+from controllers.storage.blobs import NodeBlobs
 from controllers.workers.launch_documents import (
     EngineMissing,
     LaunchDocument,
@@ -34,6 +36,7 @@ from controllers.workers.launch_documents import (
 )
 from gcore.api.tls import PLAIN, Connector
 from gcore.config.node import AUTO, JobLimits, NodeConfig
+from gcore.config.spec import uses_pictures
 from gcore.engines.emulated.launch import start_host
 from gcore.models.replicas import memory_folder, open_folder
 from gcore.system.cgroups import MOUNT, CannotLimit, group_of_process, limit_files, make_group, open_base, remove_group
@@ -128,9 +131,15 @@ class WorkerLauncher:
     their launch key (`controllers.rules.workers.launch_key`)."""
 
     def __init__(
-        self, config: NodeConfig, clock: Clock, connector: Connector = PLAIN, groups: JobGroups | None = None
+        self,
+        config: NodeConfig,
+        clock: Clock,
+        connector: Connector = PLAIN,
+        groups: JobGroups | None = None,
+        blobs: NodeBlobs | None = None,
     ) -> None:
-        """`groups`: the control groups of jobs; None: jobs run without limits."""
+        """`groups`: the control groups of jobs; None: jobs run without limits. `blobs`: the blob store of this node."""
+        self._blobs = blobs
         self._connector = connector
         self._groups = groups
         self._config = config
@@ -229,6 +238,8 @@ class WorkerLauncher:
             judge = action.place.judge
             role, world, rank = "reward" if judge else "rollout", None, None
             child = engine_document(view.spec, action.place, self._config)
+            if self._blobs is not None and child.document["kind"] == "engine" and uses_pictures(view.spec):
+                child = replace(child, document={**child.document, "blobs": str(self._blobs.job_folder(uid))})
         else:
             judge, role, world, rank = "", "train", action.world, action.place.rank
             child = self._rank_child(action, view)
@@ -290,5 +301,10 @@ class WorkerLauncher:
             "nodes": [place.node for place in places],
             "memory_dir": str(memory) if makes_copies else "",
         }
+        if self._blobs is not None and uses_pictures(view.spec):
+            blobs = self._blobs.of_rank(view.mirror.keys.uid, action.world, action.place.rank)
+            if blobs is None:
+                raise CannotStart("the secret of the blob stores is not known yet")
+            document["blobs"] = blobs.model_dump()
         env = device_env(slot) | interface_env(self._config) | {"DS_ACCELERATOR": "cuda" if is_cuda(slot) else "cpu"}
         return LaunchDocument(rank_command(slot), document, env, view.spec.train.start_limit_s)

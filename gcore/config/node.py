@@ -279,6 +279,8 @@ class NodeConfig(Section):
     """How long workers keep running without their daemon."""
     memory_dir: str = "/dev/shm"
     """Folder on an in-memory file system of this machine, for in-memory replicas of train state (`gcore.models.replicas`)."""
+    blob_gib: PositiveFloat = 16.0
+    """Maximum size of this node's store of pictures and other large arrays (`gcore.media`), in `home`."""
     api: ApiConfig = ApiConfig()
     """Limits of the job API."""
     limits: JobLimits = JobLimits()

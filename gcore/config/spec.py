@@ -261,6 +261,11 @@ def training_sources(spec: JobSpec) -> tuple[ResolvedSource, ...]:
     return tuple(resolve_source(spec, source) for source in _listed(spec.data))
 
 
+def uses_pictures(spec: JobSpec) -> bool:
+    """Whether any source or held-out set of the job has pictures."""
+    return any(source.images is not None for source in (*training_sources(spec), *eval_sources(spec)))
+
+
 def _listed(origin: SourcesSection) -> tuple[SourceSpec, ...]:
     """Return the sources of a section; a single `path` becomes one source."""
     if origin.path is None:

@@ -36,6 +36,7 @@ from gcore.media.protocol import (
 )
 from gcore.system.clock import Clock, retry_delay
 from gcore.system.network import http_client
+from gcore.types import Medium, PictureRef
 
 SILENCE_S = 20.0
 """Seconds without any byte of an answer after which a store counts as unreachable."""
@@ -173,6 +174,22 @@ class BlobClient:
                     if progress is not None:
                         progress(message["bytes"], message["of"])
         raise StoreUnreachable("the store closed the connection before the end of a fetch", where=self.address)
+
+    async def make_picture(self, picture: PictureRef, incarnation: str, ttl_s: float) -> Medium:
+        """Let the store convert a picture file of its machine to its canonical form, store it and pin it.
+
+        Raises PictureError if the file has changed or is no usable picture, and StoreFull.
+        """
+        body = {
+            "path": picture.path,
+            "sha256": picture.sha256,
+            "height": picture.target_height,
+            "width": picture.target_width,
+            "incarnation": incarnation,
+            "ttl_s": ttl_s,
+        }
+        made = await self._call("POST", "pictures", body, silence_s=LINK_S)
+        return Medium(made["kind"], made["sha256"], made["size"], tuple(made["shape"]), made["dtype"])
 
     async def pin(self, incarnation: str, sha256s: Iterable[str], ttl_s: float) -> None:
         """Protect blobs from deletion for `ttl_s` seconds, in the name of an incarnation. Call again to renew."""

@@ -12,7 +12,7 @@ import hmac
 import re
 from typing import Any, NamedTuple
 
-from gcore.errors import GcoreError, NotAllowed
+from gcore.errors import DataError, GcoreError, NotAllowed
 
 PIECE_BYTES = 1 << 20
 """Blobs are read, hashed, written and sent in pieces of this size."""
@@ -73,6 +73,7 @@ class StoreUnreachable(BlobError):
 STATUS: dict[type[GcoreError], int] = {
     NotAllowed: 401,
     BlobRequestRefused: 400,
+    DataError: 400,
     BlobMissing: 404,
     BlobDamaged: 404,
     BlobMismatch: 422,
@@ -90,7 +91,8 @@ _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 def encode_error(error: GcoreError) -> dict[str, Any]:
     """Return the JSON object of an error. The kind of an error that `STATUS` does not have is StoreFailed."""
-    kind = type(error).__name__ if type(error) in STATUS else StoreFailed.__name__
+    known = DataError if isinstance(error, DataError) else type(error)
+    kind = known.__name__ if known in STATUS else StoreFailed.__name__
     return {"error": {"kind": kind, "what": error.what, "where": error.where, "fix": error.fix}}
 
 

@@ -47,6 +47,8 @@ from gcore.api.tls import Connector, ReloadingFiles, ServingTls, serving_context
 from gcore.errors import GcoreError, NotAllowed, UsageError, explain_os_errors
 from gcore.media.blobs import GRACE_S, BlobStore
 from gcore.media.client import BlobFetch, open_blob_http
+from gcore.media.picture_index import read_verified
+from gcore.media.pictures import normalize_picture
 from gcore.media.protocol import (
     PIECE_BYTES,
     STATUS,
@@ -67,6 +69,7 @@ from gcore.system.concurrency import cancel_all
 from gcore.system.control_line import ControlLine
 from gcore.system.daemon import set_up_logging
 from gcore.system.network import join_host_port, listen
+from gcore.types import Medium
 
 MAX_BODY_BYTES = 16 << 20
 """Maximum size of a JSON body: about 150,000 blobs."""
@@ -155,6 +158,17 @@ class FetchBody(_Body):
     progress: bool = False
 
 
+class PictureBody(_Body):
+    """A picture file to store in its canonical form, and the pin of its blob."""
+
+    path: str
+    sha256: Sha256
+    height: PositiveInt
+    width: PositiveInt
+    incarnation: Name
+    ttl_s: float = Field(gt=0, le=86_400)
+
+
 class LinkBody(_Body):
     """Blobs to link into a folder."""
 
@@ -187,6 +201,7 @@ class BlobServer:
             ("POST", f"{job}/reservations", self._reserve),
             ("POST", f"{job}/fetch", self._fetch),
             ("POST", f"{job}/link", self._link),
+            ("POST", f"{job}/pictures", self._make_picture),
             ("DELETE", job, self._drop),
         )
         return Starlette(
@@ -334,6 +349,21 @@ class BlobServer:
         missing = set(await asyncio.to_thread(self._store.link_to, job, body.sha256, folder))
         linked = [sha256 for sha256 in body.sha256 if sha256 not in missing]
         return JSONResponse({"linked": linked, "missing": sorted(missing)})
+
+    async def _make_picture(self, request: Request, job: str) -> Response:
+        body = await _read_body(request, PictureBody)
+        return JSONResponse((await asyncio.to_thread(self._store_picture, job, body))._asdict())
+
+    def _store_picture(self, job: str, body: PictureBody) -> Medium:
+        """Convert a picture file, store it, and pin it. Raises PictureError, StoreFull and StoreFailed.
+
+        The caller must know the file's SHA-256, so this route shows nobody a file that they could not read.
+        """
+        content = read_verified(Path(body.path), body.sha256)
+        data, medium = normalize_picture(content, (body.height, body.width))
+        self._store.put_bytes(job, data)
+        self._store.pin(body.incarnation, job, (medium.sha256,), body.ttl_s)
+        return medium
 
     def _inside_roots(self, folder: str) -> Path:
         try:

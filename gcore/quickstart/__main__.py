@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from gcore.errors import GcoreError
-from gcore.quickstart import arithmetic, calculator
+from gcore.quickstart import arithmetic, calculator, counting
 
 
 def _arithmetic(to: Path, seed: int) -> str:
@@ -40,11 +40,17 @@ def _calculator(to: Path, seed: int) -> str:
     return f"{made.calls:.1%} of responses call the calculator before RL"
 
 
+def _counting(to: Path, seed: int) -> str:
+    made = counting.prepare_counting(to, seed=seed).manifest
+    return f"{made.greedy_accuracy:.1%} of held-out pictures counted right before RL, {made.best_constant:.1%} by the best constant answer"
+
+
 EXAMPLES: Mapping[str, Callable[[Path, int], str]] = {
     "arithmetic": _arithmetic,
     "arithmetic-judge": _arithmetic_judge,
     "arithmetic-judge-adapter": _arithmetic_judge_adapter,
     "calculator": _calculator,
+    "counting": _counting,
 }
 
 

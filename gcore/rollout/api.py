@@ -20,9 +20,26 @@ PauseMode = Literal["abort", "retract", "in_place"]
 
 
 @dataclass(frozen=True, slots=True)
+class RequestPictures:
+    """The pictures of a request, as blobs. `names`: SHA-256 of each, in order. `short`: number of tokens of the prompt
+    with one placeholder for each picture; `token_ids`: the same prompt with all placeholders, on which the engine must
+    run."""
+
+    names: tuple[str, ...]
+    short: int
+    token_ids: tuple[int, ...]
+
+    def expanded(self, ids: Sequence[int]) -> list[int]:
+        """The tokens on which the engine must run for a request with the tokens `ids`: the short prompt, and tokens that
+        were generated before."""
+        return [*self.token_ids, *ids[self.short :]]
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """Sampling parameters. `temperature` 0 is greedy; `top_k` None keeps the whole vocabulary. `adapter`: name of the
-    adapter that the engine adds to its model; None: the policy."""
+    """Sampling parameters, and what else a request needs. `temperature` 0 is greedy; `top_k` None keeps the whole
+    vocabulary. `adapter`: name of the adapter that the engine adds to its model; None: the policy. `pictures`: of the
+    prompt, whose tokens then have one placeholder for each; None: it has none."""
 
     temperature: float
     max_new_tokens: int
@@ -33,6 +50,7 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     adapter: str | None = None
+    pictures: RequestPictures | None = None
 
 
 @dataclass(frozen=True, slots=True)

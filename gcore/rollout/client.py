@@ -237,6 +237,11 @@ class EngineClient:
         }
         if any(one.adapter is not None for one in each):
             body["lora_path"] = [one.adapter for one in each]
+        seeing = any(one.pictures is not None for one in each)
+        if seeing:
+            blobs = [() if one.pictures is None else one.pictures.names for one in each]
+            body["image_data"] = [[{"blob": f"sha256:{name}"} for name in names] for names in blobs]
+            body["return_prompt_token_ids"] = True
         async with self._turns:
             if growing is None:
                 answers = await self._parsed(await self._call("POST", "/generate", body))
@@ -244,10 +249,34 @@ class EngineClient:
                 answers = await self._streamed(body, len(seeds), growing)
         if not isinstance(answers, list) or len(answers) != len(seeds):
             raise EngineError(f"the engine's response does not have {len(seeds)} samples", where=self.base_url)
+        if seeing:
+            for prompt_ids, one, answer in zip(prompts, each, answers, strict=True):
+                self._check_expansion(prompt_ids, one, answer)
         try:
             return tuple(parse_sample(answer) for answer in answers)
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise EngineError(f"the engine's response is invalid ({error!r})", where=self.base_url) from error
+
+    def _check_expansion(self, prompt_ids: Sequence[int], params: SamplingParams, answer: Any) -> None:
+        """Raise EngineError if the engine ran on other prompt tokens than those that will be trained."""
+        if params.pictures is None:
+            return
+        expected = params.pictures.expanded(prompt_ids)
+        found = answer.get("prompt_token_ids") if isinstance(answer, dict) else None
+        if found == expected:
+            return
+        if not isinstance(found, list):
+            what = "the engine does not report the prompt tokens on which it ran"
+        elif len(found) != len(expected):
+            what = f"the engine ran on {len(found)} prompt tokens instead of {len(expected)}"
+        else:
+            place = next(i for i, (own, other) in enumerate(zip(expected, found, strict=True)) if own != other)
+            what = f"prompt token {place} of the engine is {found[place]} instead of {expected[place]}"
+        raise EngineError(
+            f"{what}: it expands pictures differently",
+            where=self.base_url,
+            fix="Use the image processor of the trained model in the engine",
+        )
 
     async def _streamed(self, body: dict[str, Any], count: int, growing: ProgressCallback) -> Any:
         """Send a streamed request; return the final JSON of each of `count` samples, in order.

@@ -15,6 +15,9 @@ ACTIVE = ROOT + "active/"
 SCHEMAS = ROOT + "schema/"
 TOKENS = ROOT + "tokens/"
 
+BLOB_SECRET = ROOT + "blobs/secret"
+"""Key of the secret from which the keys of blob stores are derived (`gcore.media`), as bytes, without a lease."""
+
 WRITTEN = SCHEMAS + "written"
 """The newest schema version ever written to this store, as digits, without a lease."""
 

@@ -175,6 +175,7 @@ def simulated_dependencies(
         errors=SilentFaults(store, keys, node),
         folders=SimulatedFolders(SimulatedFiles(land.floor, node, land.serves, identity.incarnation)),
         memory_dir=None,
+        blobs=None,
         cache_dir=Path(config.home) / "cache",
         disk_gib=None,
         new_recorder=new_recorder,

@@ -173,10 +173,12 @@ def _seeing(model: Model, number: int) -> list[SequenceState]:
     """Sequences with one picture and with two of unequal size, if they fit into the model's context."""
     assert model.vision is not None
     reader = model.vision.reader
+    media = set() if model.forbidden is None else set(model.forbidden.tolist())
+    first, *between = [token for token in range(model.vocabulary) if token not in media][:4]
     found: list[SequenceState] = []
     for sizes in (((64, 64),), ((64, 64), (96, 64))):
         pictures = [(hashlib.sha256(repr(size).encode()).hexdigest(), reader.noise(*size)) for size in sizes]
-        short = [1 % model.vocabulary, *(one for _ in sizes for one in (reader.token, 2, 3)), 4]
+        short = [first, *(one for _ in sizes for one in (reader.token, *between))]
         tokens = reader.expand(short, pictures)
         if len(tokens) + CONTINUED < model.context:
             work = _work(model, number + len(found), 1)

@@ -594,7 +594,7 @@ class Trouble(Record):
 class NodeRecord(Record):
     """Record `nodes/{name}`: a running daemon and what its node offers, under the daemon's lease."""
 
-    came_with: ClassVar[Mapping[str, int]] = {"vllm": 3}
+    came_with: ClassVar[Mapping[str, int]] = {"vllm": 3, "blobs": 3}
 
     name: str
     incarnation: str
@@ -610,6 +610,8 @@ class NodeRecord(Record):
     """Whether SGLang is installed on the node."""
     vllm: bool = False
     """Whether vLLM is installed on the node."""
+    blobs: str = ""
+    """Base URL of the node's blob store, which runs as soon as a job needs it; empty: the node has none."""
     facts: NodeFacts | None = None
     """Hardware of the node and its slots; None: not known, or the slots are emulated."""
 

@@ -86,6 +86,7 @@ class Node:
             self.store,
             identity,
             "h:2",
+            "http://h:3",
             self.changes,
             session,
             ready,

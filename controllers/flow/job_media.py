@@ -1,0 +1,101 @@
+"""The media of a job on this controller: from a prompt's picture files to blobs, and the pins of blobs.
+
+The store of the node makes the blobs; this process handles names only. It pins the blobs of all prompts that it produces
+or holds groups of, and renews the pins. A pin that expires, because the controller hangs, costs a group at most.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+from controllers.storage.blobs import NodeBlobs
+from gcore.errors import EngineError, GcoreError
+from gcore.media.protocol import StoreUnreachable
+from gcore.rollout.api import RequestPictures
+from gcore.system.clock import Clock
+from gcore.types import Medium, PictureRef, Prompt, PromptRef
+
+PIN_S = 120.0
+"""Seconds for which a pin lasts."""
+
+RENEW_S = 30.0
+"""Seconds between two renewals of all pins."""
+
+Pictures = tuple[PictureRef, ...]
+
+
+class JobMedia:
+    """The media of a job on this controller. `me`: this incarnation. `held`: returns the prompts that this controller
+    produces or holds groups of.
+    """
+
+    def __init__(
+        self, blobs: NodeBlobs, uid: str, me: str, held: Callable[[], Iterable[PromptRef]], clock: Clock
+    ) -> None:
+        self._blobs = blobs
+        self._uid = uid
+        self._me = me
+        self._held = held
+        self._clock = clock
+        self._making: dict[Pictures, asyncio.Task[tuple[Medium, ...]]] = {}
+        """By pictures: the task that makes their blobs, kept as long as a held prompt has them."""
+        self._prompts: dict[PromptRef, Pictures] = {}
+        """The pictures of prompts that are trained."""
+
+    async def of(self, prompt: Prompt) -> tuple[Medium, ...]:
+        """The media of a prompt; the store makes their blobs at the first call. Raises EngineError if it cannot."""
+        pictures = prompt.pictures
+        if not pictures:
+            return ()
+        task = self._making.get(pictures)
+        if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
+            task = self._making[pictures] = asyncio.create_task(self._make(pictures), name=f"media {prompt.ref}")
+        return await asyncio.shield(task)
+
+    async def in_request(self, prompt: Prompt, *, trained: bool) -> RequestPictures:
+        """The pictures of a prompt as a request to an engine names them. Raises EngineError. `trained`: whether their
+        blobs stay pinned as long as this controller holds the prompt.
+        """
+        if trained:
+            self._prompts[prompt.ref] = prompt.pictures
+        media = await self.of(prompt)
+        return RequestPictures(tuple(one.sha256 for one in media), len(prompt.short_ids), prompt.token_ids)
+
+    async def _make(self, pictures: Pictures) -> tuple[Medium, ...]:
+        client = await self._blobs.client(self._uid)
+        try:
+            made = [await client.make_picture(one, self._me, PIN_S) for one in pictures]
+        except StoreUnreachable as error:
+            raise EngineError(f"the blob store of this node: {error}", fix="The prompt is sampled again") from error
+        except GcoreError as error:
+            raise EngineError(str(error), fix="Correct the picture") from error
+        return tuple(made)
+
+    async def locate(self, blobs: Sequence[str]) -> Mapping[str, Collection[str]]:
+        """The nodes whose stores have each blob."""
+        return await self._blobs.locate(self._uid, blobs)
+
+    async def run(self) -> None:
+        """Renew the pins of held prompts, and end those of all others; never returns."""
+        while True:
+            await self._clock.sleep(RENEW_S)
+            held = set(self._held())
+            self._prompts = {ref: pictures for ref, pictures in self._prompts.items() if ref in held}
+            needed = set(self._prompts.values())
+            gone = [pictures for pictures, task in self._making.items() if pictures not in needed and task.done()]
+            dropped = self._names(self._making.pop(pictures) for pictures in gone)
+            kept = self._names(task for task in self._making.values() if task.done())
+            client = await self._blobs.client(self._uid)
+            with contextlib.suppress(GcoreError):  # repeated at the next renewal
+                if kept:
+                    await client.pin(self._me, sorted(kept), PIN_S)
+                if dropped - kept:
+                    await client.unpin(self._me, sorted(dropped - kept))
+
+    @staticmethod
+    def _names(tasks: Iterable[asyncio.Task[Any]]) -> set[str]:
+        whole = (task for task in tasks if not task.cancelled() and task.exception() is None)
+        return {medium.sha256 for task in whole for medium in task.result()}

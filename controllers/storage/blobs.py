@@ -1,0 +1,221 @@
+"""The blob store of this node, as a child process of the daemon.
+
+Blobs are the bytes of pictures and of other large arrays (`gcore.media`). They never pass through this process: the
+store makes blobs from picture files, engines and train ranks read them, and stores fetch them from one another.
+
+The store starts when the first job needs it, and again when it ends; it gets the addresses of the other nodes' stores
+from the node records. Its port stays the same across restarts, because train ranks know the address.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.util
+import logging
+import secrets
+import socket
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gcore.api.tls import PLAIN, Connector
+from gcore.config.node import NodeConfig
+from gcore.errors import GcoreError, StoreUnavailable
+from gcore.ledger.records.job import NodeRecord
+from gcore.media.protocol import BlobMissing, StoreUnreachable, job_key
+from gcore.store import keys
+from gcore.store.types import Compare, Put, Store
+from gcore.system.clock import Clock, retry_delay
+from gcore.system.files import replace_file
+from gcore.system.network import join_host_port
+from gcore.worker.control import ChildProcess
+from gcore.worker.lifecycle import ChildFailed, WorkerEvent
+from gcore.worker.records import LaunchSpec
+
+if TYPE_CHECKING:
+    from gcore.media.client import BlobClient, BlobHttp
+    from gcore.train.rank.launch import RankBlobs
+
+log = logging.getLogger(__name__)
+
+COMMAND = ("-P", "-m", "gcore.media")
+
+WORLDS = "worlds"
+"""Folder in the daemon's home with the blobs of train worlds: WORLDS/JOB/WORLD-RANK."""
+
+LASTING_S = 60.0
+"""Seconds after which a store counts as started successfully."""
+
+SECRET_BYTES = 32
+
+
+class NodeBlobs:
+    """The blob store of this node. `nodes`: returns the records of the cluster's nodes."""
+
+    def __init__(
+        self,
+        config: NodeConfig,
+        clock: Clock,
+        nodes: Callable[[], Mapping[str, NodeRecord]],
+        connector: Connector = PLAIN,
+    ) -> None:
+        self._config = config
+        self._clock = clock
+        self._nodes = nodes
+        self._connector = connector
+        self._home = Path(config.home)
+        self._needed = asyncio.Event()
+        self._secret: bytes | None = None
+        self._http: BlobHttp | None = None
+        self._child: ChildProcess | None = None
+        self._told: dict[str, str] = {}
+        self._listen_port = self._port() if can_serve() else 0
+        scheme = "https" if connector.secure else "http"
+        at = join_host_port(config.workers_listen_on, self._listen_port)
+        self.address = f"{scheme}://{at}" if self._listen_port else ""
+        """Base URL of the store, also before it runs; empty: packages are missing (gcore[vision])."""
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the store."""
+        return self._home / "blobs" / self._config.node
+
+    def _port(self) -> int:
+        """The port of the store: that of the last run, if there is one."""
+        file = self._home / "blobs" / f"{self._config.node}.port"
+        with contextlib.suppress(OSError, ValueError):
+            return int(file.read_text())
+        with socket.socket() as free:
+            free.bind((self._config.workers_listen_on, 0))
+            port = int(free.getsockname()[1])
+        file.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(file, str(port).encode())
+        return port
+
+    def need(self) -> None:
+        """Start the store, if it does not run: a job of this node has pictures."""
+        self._needed.set()
+
+    async def run(self, store: Store) -> None:
+        """Run the store from the time at which a job needs it; never returns."""
+        await self._needed.wait()
+        self._secret = await shared_secret(store, self._clock)
+        failures = 0
+        while True:
+            began = self._clock.monotonic()
+            try:
+                await self._run_once()
+            except GcoreError as error:
+                log.warning("the blob store cannot be started: %s", error)
+            failures = 0 if self._clock.monotonic() - began > LASTING_S else failures + 1
+            await self._clock.sleep(retry_delay(failures))
+
+    async def _run_once(self) -> None:
+        assert self._secret is not None
+        config = self._config
+        (self._home / WORLDS).mkdir(parents=True, exist_ok=True)
+        document: dict[str, Any] = {
+            "kind": "blobs",
+            "node": config.node,
+            "folder": str(self.folder),
+            "bound_bytes": int(config.blob_gib * (1 << 30)),
+            "secret": self._secret.hex(),
+            "host": config.workers_listen_on,
+            "port": self._listen_port,
+            "nodes": self._others(),
+            "link_roots": [str(self._home / WORLDS)],
+        }
+        if config.tls is not None:
+            document["tls"] = {"ca": config.tls.ca, "cert": config.tls.cert, "key": config.tls.key}
+        spec = LaunchSpec(
+            instance=f"blobs-{config.node}",
+            node=config.node,
+            role="rollout",
+            job_uid="",
+            slot="",
+            store=config.etcd,
+            log_file=str(self._home / "logs" / f"blobs-{config.node}.log"),
+            command=(sys.executable, *COMMAND),
+            child=document,
+        )
+        child = await ChildProcess.start(spec)
+        self._child, self._told = child, dict(document["nodes"])
+        telling = asyncio.create_task(self._tell(child), name="addresses of blob stores")
+        try:
+            await child.run(self._note)
+        finally:
+            self._child = None
+            telling.cancel()
+
+    def _note(self, event: WorkerEvent) -> None:
+        if isinstance(event, ChildFailed):
+            log.warning("the blob store failed: %s", event.reason)
+
+    def _others(self) -> dict[str, str]:
+        return {name: one.blobs for name, one in self._nodes().items() if one.blobs and name != self._config.node}
+
+    async def _tell(self, child: ChildProcess) -> None:
+        """Tell the store the addresses of the others whenever they change."""
+        while True:
+            if (others := self._others()) != self._told:
+                self._told = others
+                child.tell("nodes", nodes=others)
+            await self._clock.sleep(1.0)
+
+    async def client(self, job: str, address: str = "") -> BlobClient:
+        """The client of a store for one job. `address`: of the store; empty: this node's. Waits for the secret."""
+        from gcore.media.client import BlobClient, open_blob_http
+
+        self.need()
+        while self._secret is None:
+            await self._clock.sleep(0.05)
+        if self._http is None:
+            self._http = open_blob_http(self._connector)
+        return BlobClient(address or self.address, job, job_key(self._secret, job), self._http, self._clock)
+
+    def job_folder(self, job: str) -> Path:
+        """The folder of a job's blobs on this node, for its engines."""
+        return self.folder / job
+
+    def of_rank(self, job: str, world: str, rank: int) -> RankBlobs | None:
+        """Where a train rank of this node gets blobs; None before this node knows the secret."""
+        from gcore.train.rank.launch import RankBlobs
+
+        self.need()
+        if self._secret is None:
+            return None
+        folder = self._home / WORLDS / job / f"{world}-{rank}"
+        return RankBlobs(store=self.address, key=job_key(self._secret, job), folder=str(folder))
+
+    async def locate(self, job: str, blobs: Sequence[str]) -> Mapping[str, Collection[str]]:
+        """The nodes whose stores have each blob. Nodes that do not answer are left out."""
+        found: dict[str, set[str]] = {blob: set() for blob in blobs}
+        for name, record in self._nodes().items():
+            if record.blobs:
+                client = await self.client(job, record.blobs)
+                with contextlib.suppress(StoreUnreachable):
+                    for blob in blobs:
+                        with contextlib.suppress(BlobMissing):
+                            await client.stat(blob)
+                            found[blob].add(name)
+        return found
+
+
+def can_serve() -> bool:
+    """Whether the packages of gcore[vision] are installed on this node."""
+    return all(importlib.util.find_spec(name) is not None for name in ("PIL", "starlette", "uvicorn"))
+
+
+async def shared_secret(store: Store, clock: Clock) -> bytes:
+    """The secret from which the keys of blob stores are derived: created by the first controller that needs it."""
+    while True:
+        with contextlib.suppress(StoreUnavailable):
+            known = await store.get(keys.BLOB_SECRET)
+            if known is not None:
+                return known.value
+            new = secrets.token_bytes(SECRET_BYTES)
+            if (await store.transact((Compare(keys.BLOB_SECRET, 0),), (Put(keys.BLOB_SECRET, new),))).won:
+                return new
+        await clock.sleep(0.5)

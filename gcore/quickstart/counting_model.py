@@ -1,0 +1,243 @@
+"""The model of the counting example: a Qwen3-VL of 0.4M parameters, and its warm start.
+
+Uses one thread, so that results do not depend on the number of cores. Imports torch and transformers, so preparations
+import this module only when they need it.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from gcore.quickstart.counting import (
+    CHARACTERS,
+    COUNTING_BAND,
+    EOS,
+    IMAGE,
+    LEAST_PASS_AT_8,
+    MERGE,
+    PAD,
+    PATCH,
+    SIZE,
+    SPECIAL,
+    TOKENS,
+    VIDEO,
+    VISION_END,
+    VISION_START,
+    VOCABULARY,
+    Count,
+    draw_picture,
+)
+from gcore.quickstart.folder import Reporter, TeachingProgress
+from gcore.quickstart.pretraining import deterministic_torch
+
+BATCH = 48
+RATE, WARM_UP, FALL, LAST = 2.5e-3, 30, 0.6, 0.1
+"""Learning rate, its warm-up in updates, from which share of the updates on it falls, and its last fraction."""
+
+RIGHT_ONLY, CARELESS = 0.72, 0.65
+"""Share of the updates with right answers only, and share of careless answers after that."""
+
+MEASURED_EVERY = 20
+SIDE = SIZE // PATCH
+"""Patches in a row of a picture."""
+
+_IDS = {character: len(SPECIAL) + number for number, character in enumerate(CHARACTERS)}
+
+
+@dataclass(frozen=True, slots=True)
+class TaughtCounter:
+    """A network after its warm start. `greedy`, `pass_at_8`: accuracy on held-out questions."""
+
+    network: Any
+    greedy: float
+    pass_at_8: float
+
+
+def new_counter() -> Any:
+    """Return an untrained network, initialized from torch's random state."""
+    from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+
+    text = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 64,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+        "max_position_embeddings": 128,
+        "bos_token_id": None,
+        "eos_token_id": EOS,
+        "pad_token_id": PAD,
+        "tie_word_embeddings": True,
+        "initializer_range": 0.05,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10_000.0,
+            "mrope_section": [6, 5, 5],
+            "mrope_interleaved": True,
+        },
+    }
+    vision = {
+        "hidden_size": 64,
+        "depth": 1,
+        "num_heads": 2,
+        "intermediate_size": 128,
+        "patch_size": PATCH,
+        "spatial_merge_size": MERGE,
+        "temporal_patch_size": 2,
+        "out_hidden_size": 64,
+        "deepstack_visual_indexes": [0],
+        "num_position_embeddings": SIDE * SIDE,
+        "initializer_range": 0.05,
+    }
+    config = Qwen3VLConfig(
+        text_config=text,
+        vision_config=vision,
+        image_token_id=IMAGE,
+        video_token_id=VIDEO,
+        vision_start_token_id=VISION_START,
+        vision_end_token_id=VISION_END,
+        tie_word_embeddings=True,
+    )
+    return Qwen3VLForConditionalGeneration(config)
+
+
+def save_counter(network: Any, folder: Path) -> None:
+    """Save the network with its tokenizer and its image processor. Raises OSError."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    network.save_pretrained(folder)
+    vocabulary = {token: number for number, token in enumerate([*SPECIAL, *CHARACTERS])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=SPECIAL[PAD]))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens(list(SPECIAL))
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"pad_token": SPECIAL[PAD], "eos_token": SPECIAL[EOS]}))
+    processor = {
+        "image_processor_type": "Qwen2VLImageProcessor",
+        "patch_size": PATCH,
+        "merge_size": MERGE,
+        "temporal_patch_size": 2,
+        "size": {"shortest_edge": (PATCH * MERGE) ** 2, "longest_edge": 4 * SIZE * SIZE},
+        "image_mean": [0.5, 0.5, 0.5],
+        "image_std": [0.5, 0.5, 0.5],
+    }
+    (folder / "preprocessor_config.json").write_text(json.dumps(processor))
+
+
+def teach_counting(
+    lesson: Sequence[Count], held_out: Sequence[Count], updates: int, seed: int, reporter: Reporter
+) -> TaughtCounter:
+    """Warm-start a network on the questions of `lesson`: right answers first, then also careless ones.
+
+    Return the last measured network that `is_fit`, or that of the last measurement.
+    """
+    with deterministic_torch(seed):
+        network = new_counter().train()
+        pictures, shown = _draw(lesson), _draw(held_out)
+        optimizer = torch.optim.AdamW(network.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.0)
+        draw, accuracy = np.random.default_rng(seed), 0.0
+        kept: TaughtCounter | None = None
+        for update in range(1, updates + 1):
+            for group in optimizer.param_groups:
+                group["lr"] = RATE * _rate(update, updates)
+            chosen = draw.integers(len(lesson), size=BATCH).tolist()
+            careless = update > RIGHT_ONLY * updates
+            answers = [
+                lesson[i].careless if careless and draw.random() < CARELESS else lesson[i].answer for i in chosen
+            ]
+            tokens, labels = _rows([lesson[i] for i in chosen], answers)
+            logits = _logits(network, tokens, pictures[chosen])
+            loss = functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
+            optimizer.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]
+            torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
+            optimizer.step()
+            if update % MEASURED_EVERY == 0 or update == updates:
+                accuracy, pass_at_8 = _measure(network, held_out, shown)
+                found = TaughtCounter(copy.deepcopy(network).eval(), accuracy, pass_at_8)
+                if careless and (is_fit(found) or kept is None or not is_fit(kept)):
+                    kept = found  # the last one that fits
+            reporter.report(TeachingProgress(update, updates, accuracy))
+    assert kept is not None
+    return kept
+
+
+def is_fit(taught: TaughtCounter) -> bool:
+    """Whether the network counts as the example needs: often careless, and able to do better."""
+    return COUNTING_BAND[0] <= taught.greedy <= COUNTING_BAND[1] and taught.pass_at_8 >= LEAST_PASS_AT_8
+
+
+def _rate(update: int, updates: int) -> float:
+    done = update / updates
+    falling = 1.0 if done < FALL else 1 - (done - FALL) / (1 - FALL) * (1 - LAST)
+    return min(1.0, update / WARM_UP) * falling
+
+
+def _draw(questions: Sequence[Count]) -> Tensor:
+    return torch.from_numpy(np.stack([draw_picture(one) for one in questions]))
+
+
+def _prompt(question: Count) -> list[int]:
+    return [VISION_START, *[IMAGE] * TOKENS, VISION_END, *(_IDS[one] for one in f"{question.colour}?")]
+
+
+def _rows(questions: Sequence[Count], answers: Sequence[str]) -> tuple[Tensor, Tensor]:
+    """Tokens [row, token] of prompts with answers, and labels: -100 for all but the answer and its end."""
+    prompts = [_prompt(one) for one in questions]
+    width = max(map(len, prompts)) + 2
+    tokens, labels = torch.full((len(prompts), width), PAD), torch.full((len(prompts), width), -100)
+    for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+        answered = torch.tensor([_IDS[answer], EOS])
+        tokens[row, : len(prompt)] = torch.tensor(prompt)
+        tokens[row, len(prompt) : len(prompt) + 2] = answered
+        labels[row, len(prompt) - 1 : len(prompt) + 1] = answered
+    return tokens, labels
+
+
+def patches(pictures: Tensor) -> Tensor:
+    """The patches of pictures [n, height, width, 3] uint8 as the image processor makes them: [n * patches, values]."""
+    count, blocks = len(pictures), SIDE // MERGE
+    scaled = (pictures.float() / 255 - 0.5) / 0.5
+    cut = scaled.permute(0, 3, 1, 2).reshape(count, 3, blocks, MERGE, PATCH, blocks, MERGE, PATCH)
+    ordered = cut.permute(0, 2, 5, 3, 6, 1, 4, 7).unsqueeze(6).expand(-1, -1, -1, -1, -1, -1, 2, -1, -1)
+    return ordered.reshape(count * SIDE * SIDE, -1)
+
+
+def _logits(network: Any, tokens: Tensor, pictures: Tensor) -> Tensor:
+    grid = torch.tensor([[1, SIDE, SIDE]])
+    row = tokens[:1].clone()
+    row[:, TOKENS + 2 :] = EOS  # all prompts begin alike, so the positions of one row are those of all
+    positions, _ = network.model.get_rope_index(row, mm_token_type_ids=(row == IMAGE).int(), image_grid_thw=grid)
+    logits: Tensor = network(
+        input_ids=tokens,
+        pixel_values=patches(pictures),
+        image_grid_thw=grid.expand(len(tokens), -1),
+        position_ids=positions.expand(3, len(tokens), -1),
+        use_cache=False,
+    ).logits
+    return logits
+
+
+@torch.no_grad()
+def _measure(network: Any, questions: Sequence[Count], pictures: Tensor) -> tuple[float, float]:
+    """Greedy accuracy, and the expected share of questions for which one of eight samples is right."""
+    tokens, _ = _rows(questions, [one.answer for one in questions])
+    last = torch.tensor([len(_prompt(one)) - 1 for one in questions])
+    rows = torch.arange(len(questions))
+    answers = _logits(network, tokens, pictures)[rows, last]
+    right = torch.tensor([_IDS[one.answer] for one in questions])
+    chance = torch.softmax(answers, -1)[rows, right]
+    return float((answers.argmax(-1) == right).float().mean()), float((1 - (1 - chance) ** 8).mean())
