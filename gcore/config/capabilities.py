@@ -66,7 +66,7 @@ ENGINES: Mapping[str, EngineCapabilities] = {
         classifiers=True,
         adapters=True,
         judge_adapters=True,
-        pictures=False,
+        pictures=True,
     ),
     "sglang": EngineCapabilities(
         devices="CPU, or GPUs",

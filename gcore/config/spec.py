@@ -43,6 +43,7 @@ from gcore.config.validation import (
     check_judge_adapters,
     check_judges,
     check_pairs,
+    check_pictures,
     check_placement,
     check_published_adapters,
     check_sources,
@@ -343,6 +344,7 @@ _RULES: tuple[Callable[[JobSpec], Iterator[str]], ...] = (
     lambda s: check_flow(s.flow, s.train),  # before check_groups, whose advice (two samples) would not solve it
     lambda s: check_groups(s.flow, s.train),
     lambda s: check_published_adapters(s.rollout, s.train),
+    lambda s: check_pictures(uses_pictures(s), s.environment is not None or s.agent is not None, s.rollout, s.train),
     lambda s: check_judge_adapters(list(s.judge_adapters), s.rollout, s.train),
     lambda s: check_correction(s.rollout.correction, s.train),
     lambda s: check_stale(s.rollout, s.train),

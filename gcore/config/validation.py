@@ -72,6 +72,24 @@ def check_published_adapters(rollout: RolloutSpec, train: TrainSpec) -> Iterator
     yield from lacking(ENGINES, "rollout.engine", rollout.engine, {"train.lora.publish: adapter": ("adapters", alone)})
 
 
+def check_pictures(wanted: bool, turns: bool, rollout: RolloutSpec, train: TrainSpec) -> Iterator[str]:
+    """Check that the engine and the settings support prompts with pictures. `turns`: whether responses have several
+    turns, by an environment or an agent.
+    """
+    if not wanted:
+        return
+    yield from lacking(ENGINES, "rollout.engine", rollout.engine, {"data.images": ("pictures", True)})
+    unfit = {
+        "environment and agent": turns,
+        "train.critic": train.critic is not None,
+        "train.sequence_parallel": train.sequence_parallel > 1,
+        "train.lora": train.lora is not None,
+    }
+    for name, used in unfit.items():
+        if used:
+            yield f"data.images is set, and {name} does not support pictures yet; leave one of them out"
+
+
 def check_groups(flow: FlowSpec, train: TrainSpec) -> Iterator[str]:
     """Check that groups have enough samples for the estimator, and steps enough groups for their mini-batches."""
     if flow.samples_per_prompt < 2 and train.compares_group:

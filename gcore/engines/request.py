@@ -102,7 +102,7 @@ def prompt_key(prompt: Sequence[int]) -> bytes:
 
 
 class PicturesOfPrompt(Protocol):
-    """The pictures of a prompt, as the engine core keeps them (`gcore.engines.torch.pictures.PromptPictures`)."""
+    """The pictures of a prompt, as the engine core keeps them (`gcore.engines.pictures.PreparedPictures`)."""
 
     shift: int
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from gcore.quickstart.counting import (
+from gcore.quickstart.counting_pictures import (
     CHARACTERS,
     COUNTING_BAND,
     EOS,
@@ -34,7 +34,7 @@ from gcore.quickstart.counting import (
     VISION_END,
     VISION_START,
     VOCABULARY,
-    Count,
+    CountingQuestion,
     draw_picture,
 )
 from gcore.quickstart.folder import Reporter, TeachingProgress
@@ -138,7 +138,11 @@ def save_counter(network: Any, folder: Path) -> None:
 
 
 def teach_counting(
-    lesson: Sequence[Count], held_out: Sequence[Count], updates: int, seed: int, reporter: Reporter
+    lesson: Sequence[CountingQuestion],
+    held_out: Sequence[CountingQuestion],
+    updates: int,
+    seed: int,
+    reporter: Reporter,
 ) -> TaughtCounter:
     """Warm-start a network on the questions of `lesson`: right answers first, then also careless ones.
 
@@ -186,15 +190,15 @@ def _rate(update: int, updates: int) -> float:
     return min(1.0, update / WARM_UP) * falling
 
 
-def _draw(questions: Sequence[Count]) -> Tensor:
+def _draw(questions: Sequence[CountingQuestion]) -> Tensor:
     return torch.from_numpy(np.stack([draw_picture(one) for one in questions]))
 
 
-def _prompt(question: Count) -> list[int]:
+def _prompt(question: CountingQuestion) -> list[int]:
     return [VISION_START, *[IMAGE] * TOKENS, VISION_END, *(_IDS[one] for one in f"{question.colour}?")]
 
 
-def _rows(questions: Sequence[Count], answers: Sequence[str]) -> tuple[Tensor, Tensor]:
+def _rows(questions: Sequence[CountingQuestion], answers: Sequence[str]) -> tuple[Tensor, Tensor]:
     """Tokens [row, token] of prompts with answers, and labels: -100 for all but the answer and its end."""
     prompts = [_prompt(one) for one in questions]
     width = max(map(len, prompts)) + 2
@@ -232,7 +236,7 @@ def _logits(network: Any, tokens: Tensor, pictures: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _measure(network: Any, questions: Sequence[Count], pictures: Tensor) -> tuple[float, float]:
+def _measure(network: Any, questions: Sequence[CountingQuestion], pictures: Tensor) -> tuple[float, float]:
     """Greedy accuracy, and the expected share of questions for which one of eight samples is right."""
     tokens, _ = _rows(questions, [one.answer for one in questions])
     last = torch.tensor([len(_prompt(one)) - 1 for one in questions])

@@ -24,7 +24,7 @@ from gcore.config.capabilities import ENGINES
 from gcore.config.load import find_flow
 from gcore.config.reward import Fallback, JudgeSpec
 from gcore.config.rollout import EnvironmentSpec
-from gcore.config.spec import JobSpec
+from gcore.config.spec import JobSpec, uses_pictures
 from gcore.config.train import ALL_LINEAR, TrainSpec, is_own_advantage, is_own_loss
 from gcore.config.validation import SAYS_NOTHING
 from gcore.data.renderer import PromptRenderer
@@ -103,6 +103,25 @@ def check_engine(spec: JobSpec, nodes: Sequence[NodeRecord]) -> None:
                 where="placement.memory",
                 fix=f"Set it to kept, or set {where}: torch",
             )
+
+
+def check_blob_stores(spec: JobSpec, nodes: Sequence[NodeRecord]) -> None:
+    """Check that every node has a blob store and no emulated slots, for a job with pictures. Raises SpecError."""
+    if not uses_pictures(spec):
+        return
+    without = sorted(node.name for node in nodes if not node.blobs)
+    if without:
+        raise SpecError(
+            f"{', '.join(without)} cannot store pictures",
+            where="data.images",
+            fix="Install gcore[vision] on every node, upgrade older nodes, and restart their daemons",
+        )
+    if any(is_emulated(slot) for node in nodes for slot in node.slots):
+        raise SpecError(
+            "emulated slots do not support pictures",
+            where="data.images",
+            fix="Use slots of real devices, such as cpu:2",
+        )
 
 
 def check_backend(spec: JobSpec, nodes: Sequence[NodeRecord]) -> None:

@@ -23,6 +23,7 @@ from controllers.api.submission.allowlist import EVERYTHING, Allowlist
 from controllers.api.submission.checks import (
     CheckedJob,
     check_backend,
+    check_blob_stores,
     check_copies,
     check_engine,
     check_ranks,
@@ -165,6 +166,7 @@ class Submitter:
         nodes = (await self._jobs.cluster()).nodes
         check_engine(spec, nodes)
         check_backend(spec, nodes)
+        check_blob_stores(spec, nodes)
         check_ranks(spec, self._most_slots())
         check_served_judges(spec, nodes)
         check_spans(spec, nodes)

@@ -25,10 +25,10 @@ from transformers.utils import logging as transformers_logging
 from gcore.data.tokenizer import end_tokens
 from gcore.engines.detokenizer import Detokenizer
 from gcore.engines.launch import EngineLaunch
+from gcore.engines.pictures import PictureFeatures, PictureReader
 from gcore.engines.torch.attention import NAME, EngineAttention
 from gcore.engines.torch.fast_path import FastDecodeStep, patch_norms
 from gcore.engines.torch.kv_cache import CacheShape
-from gcore.engines.torch.pictures import PictureFeatures, PictureReader
 from gcore.errors import DataError, EngineError, UsageError, one_line
 from gcore.models.adapters import adapted_tensors, check_fit
 from gcore.models.checks import check_code, require_config

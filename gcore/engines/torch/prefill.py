@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache
 
+from gcore.engines.pictures import PassPart, PreparedPictures, PromptFeatures, pass_positions
 from gcore.engines.request import PromptLogprobs, Top
 from gcore.engines.torch.attention import PrefillPass
 from gcore.engines.torch.kv_cache import CacheShape, new_table
 from gcore.engines.torch.model import Model
-from gcore.engines.torch.pictures import PassPart, PromptFeatures, PromptPictures, pass_positions
 from gcore.engines.torch.sampler import token_logprobs, top_logprobs
 from gcore.engines.torch.scheduler import IDLE_TOKENS
 
@@ -75,7 +75,7 @@ class PromptPrefill:
     """Tokens whose log-probabilities are requested at the same positions, likely or not."""
     adapter: int = 0
     """Number of the adapter of the sequences that have this prompt."""
-    pictures: PromptPictures | None = None
+    pictures: PreparedPictures | None = None
     """The prompt's pictures; None: it has none."""
     features: PromptFeatures | None = None
     """Features of the pictures with the present weights, once they are computed."""

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from gcore.engines.pictures import PreparedPictures
 from gcore.engines.request import GenerationRequest, RequestSampling, SequenceState
 from gcore.engines.torch.attention import BLOCK, PrefillPass
 from gcore.engines.torch.engine import Decoder
@@ -30,7 +31,6 @@ from gcore.engines.torch.fast_path import fast_decode_step
 from gcore.engines.torch.kv_cache import CacheShape, LayerShape
 from gcore.engines.torch.model import FORBIDDEN, TOLERANCES, Model, unservable_model
 from gcore.engines.torch.model_runner import TILE, UNCUT, DeterministicRunner, FastRunner, GenericRunner, ModelRunner
-from gcore.engines.torch.pictures import PromptPictures
 from gcore.engines.torch.prefill import PrefillCache, PrefillChunk
 from gcore.errors import DataError
 from gcore.models.vision import picture_arguments
@@ -240,7 +240,7 @@ def _error(model: Model, work: SequenceState) -> float:
     model.select_adapters([work.task.adapter])
     more: dict[str, Any] = {}
     if (pictures := work.task.pictures) is not None:
-        assert isinstance(pictures, PromptPictures)
+        assert isinstance(pictures, PreparedPictures)
         assert model.vision is not None
         more = picture_arguments(pictures.pictures, ids.device)
         for name in ("mm_token_type_ids", "token_type_ids"):

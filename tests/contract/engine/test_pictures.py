@@ -232,7 +232,7 @@ def _gif() -> str:
         (text_of(make_picture(32, 32)[:60]), "cannot be read"),
     ],
 )
-async def test_what_is_not_a_picture_is_refused(seeing: Seeing, http: httpx.AsyncClient, given: Any, why: str) -> None:
+async def test_an_invalid_picture_is_refused(seeing: Seeing, http: httpx.AsyncClient, given: Any, why: str) -> None:
     body = {"input_ids": short([4, 9], [7]), "image_data": [given], "sampling_params": {"max_new_tokens": 2}}
     response = await http.post("/generate", json=body)
     assert response.status_code == 400

@@ -205,7 +205,7 @@ def test_a_jpeg_with_several_pictures_as_phones_write_it_counts_as_its_first(tmp
     ],
     ids=["empty", "gif", "svg", "pixel", "wide", "tall", "no width"],
 )
-def test_what_is_no_usable_picture_is_refused(tmp_path: Path, data: bytes, message: str) -> None:
+def test_an_unusable_picture_is_refused(tmp_path: Path, data: bytes, message: str) -> None:
     (tmp_path / "a.png").write_bytes(data)
     for call in (inspect_picture, lambda source: normalize_picture(source, same_size)):
         with pytest.raises(PictureError, match=message) as caught:
@@ -226,7 +226,7 @@ def test_what_is_no_usable_picture_is_refused(tmp_path: Path, data: bytes, messa
     ],
     ids=["missing", "folder", "fifo", "broken link"],
 )
-def test_what_is_no_file_is_refused_without_waiting(
+def test_a_path_without_a_file_is_refused_without_waiting(
     tmp_path: Path, make: Callable[[Path], object], message: str
 ) -> None:
     make(tmp_path / "a.png")

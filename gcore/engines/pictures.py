@@ -1,4 +1,4 @@
-"""Pictures in the torch engine: from the `image_data` of a request to the arguments of a forward pass.
+"""Pictures in requests to the torch engine: from the `image_data` of a request to the arguments of a forward pass.
 
 A prompt arrives with one placeholder for each picture. The engine expands it to as many as the model needs, and reports
 the expanded prompt (`return_prompt_token_ids`). The features of a prompt's pictures are computed once, in its first
@@ -41,7 +41,7 @@ _HEX = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(slots=True, eq=False)
-class PromptPictures:
+class PreparedPictures:
     """The pictures of a prompt. `names`: SHA-256 of each. `positions` [3, n]: of the prompt's tokens; None for models
     that count in one dimension. `shift`: difference between position and index of the tokens that follow the prompt.
     """
@@ -138,11 +138,11 @@ class PictureReader:
         counts = iter([self._counter.count(picture) for _, picture in pictures])
         return tuple(one for token in tokens for one in ([token] * next(counts) if token == self.token else [token]))
 
-    def prompt(self, tokens: Sequence[int], pictures: Sequence[tuple[str, PictureTensors]]) -> PromptPictures | None:
+    def prompt(self, tokens: Sequence[int], pictures: Sequence[tuple[str, PictureTensors]]) -> PreparedPictures | None:
         """The pictures of the expanded prompt `tokens`; None if it has none."""
         if not pictures:
             return None
-        found = PromptPictures(tuple(name for name, _ in pictures), tuple(picture for _, picture in pictures))
+        found = PreparedPictures(tuple(name for name, _ in pictures), tuple(picture for _, picture in pictures))
         if self.three:
             grids = [picture.grid for _, picture in pictures if picture.grid is not None]
             found.positions, found.shift = self._positions.count(tokens, grids)
@@ -168,7 +168,7 @@ class PassPart:
     tokens: Sequence[int]
     begin: int
     end: int
-    pictures: PromptPictures | None
+    pictures: PreparedPictures | None
     features: PromptFeatures | None
 
 
