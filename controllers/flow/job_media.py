@@ -16,6 +16,7 @@ from gcore.errors import EngineError, GcoreError
 from gcore.media.protocol import StoreUnreachable
 from gcore.rollout.api import RequestPictures
 from gcore.system.clock import Clock
+from gcore.system.concurrency import cancel_all
 from gcore.types import Medium, PictureRef, Prompt, PromptRef
 
 PIN_S = 120.0
@@ -77,6 +78,12 @@ class JobMedia:
     async def locate(self, blobs: Sequence[str]) -> Mapping[str, Collection[str]]:
         """The nodes whose stores have each blob."""
         return await self._blobs.locate(self._uid, blobs)
+
+    async def close(self, *, ended: bool) -> None:
+        """Stop. `ended`: the job has ended, so that its blobs are deleted."""
+        await cancel_all(self._making.values())
+        if ended:
+            await self._blobs.forget(self._uid)
 
     async def run(self) -> None:
         """Renew the pins of held prompts, and end those of all others; never returns."""

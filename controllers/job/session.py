@@ -640,6 +640,8 @@ class JobWork:
             for pool in session.pools.values():
                 await pool.close()
             await self._orders.close()
+            if session.media is not None:
+                await session.media.close(ended=session.mirror.has_ended)
 
     def _quota(self, disk_gib: float) -> DiskQuota:
         session = self._session

@@ -14,6 +14,7 @@ import contextlib
 import importlib.util
 import logging
 import secrets
+import shutil
 import socket
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -188,6 +189,13 @@ class NodeBlobs:
             return None
         folder = self._home / WORLDS / job / f"{world}-{rank}"
         return RankBlobs(store=self.address, key=job_key(self._secret, job), folder=str(folder))
+
+    async def forget(self, job: str) -> None:
+        """Delete the blobs of a job that has ended, here and in the folders of its train worlds."""
+        await asyncio.to_thread(shutil.rmtree, self._home / WORLDS / job, ignore_errors=True)
+        if self._child is not None:
+            with contextlib.suppress(GcoreError):  # then they are the oldest when the store needs room
+                await (await self.client(job)).drop_job()
 
     async def locate(self, job: str, blobs: Sequence[str]) -> Mapping[str, Collection[str]]:
         """The nodes whose stores have each blob. Nodes that do not answer are left out."""

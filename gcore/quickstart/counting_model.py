@@ -38,7 +38,7 @@ from gcore.quickstart.counting_pictures import (
     draw_picture,
 )
 from gcore.quickstart.folder import Reporter, TeachingProgress
-from gcore.quickstart.pretraining import deterministic_torch
+from gcore.quickstart.pretraining import deterministic_torch, quiet_saving
 
 BATCH = 48
 RATE, WARM_UP, FALL, LAST = 2.5e-3, 30, 0.6, 0.1
@@ -117,7 +117,8 @@ def save_counter(network: Any, folder: Path) -> None:
     """Save the network with its tokenizer and its image processor. Raises OSError."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-    network.save_pretrained(folder)
+    with quiet_saving():
+        network.save_pretrained(folder)
     vocabulary = {token: number for number, token in enumerate([*SPECIAL, *CHARACTERS])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=SPECIAL[PAD]))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")

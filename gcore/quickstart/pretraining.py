@@ -96,7 +96,7 @@ def generate_responses(
 
 def save_model(model: SmallModel, folder: Path) -> None:
     """Save a folder that `AutoModelForCausalLM`, `AutoTokenizer` and the `tokenizers` library can load. Raises OSError."""
-    with _system_errors(folder), _quiet_saving():
+    with _system_errors(folder), quiet_saving():
         model.network.save_pretrained(folder)
     save_tokenizer(model.alphabet, folder)
 
@@ -163,7 +163,7 @@ def _generate(network: Any, prompts: Tensor, tokens: int, generator: torch.Gener
 
 
 @contextmanager
-def _quiet_saving() -> Iterator[None]:
+def quiet_saving() -> Iterator[None]:
     """Disable transformers' own progress bar while the block runs, and DeepSpeed's warning that there is no accelerator:
     saving a model imports DeepSpeed if it is installed."""
     from transformers.utils import logging
