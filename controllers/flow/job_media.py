@@ -12,7 +12,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from controllers.storage.blobs import NodeBlobs
-from gcore.errors import EngineError, GcoreError
+from gcore.errors import DataError, EngineError, EngineUnreachable, GcoreError
+from gcore.media.pictures import PictureError
 from gcore.media.protocol import StoreUnreachable
 from gcore.rollout.api import RequestPictures
 from gcore.system.clock import Clock
@@ -47,7 +48,9 @@ class JobMedia:
         """The pictures of prompts that are trained."""
 
     async def of(self, prompt: Prompt) -> tuple[Medium, ...]:
-        """The media of a prompt; the store makes their blobs at the first call. Raises EngineError if it cannot."""
+        """The media of a prompt; the store makes their blobs at the first call. Raises EngineError if it cannot, and
+        PictureError if a picture has changed or is damaged.
+        """
         pictures = prompt.pictures
         if not pictures:
             return ()
@@ -69,10 +72,14 @@ class JobMedia:
         client = await self._blobs.client(self._uid)
         try:
             made = [await client.make_picture(one, self._me, PIN_S) for one in pictures]
+        except DataError as error:
+            raise PictureError(error.what, where=error.where, fix=error.fix) from error
         except StoreUnreachable as error:
-            raise EngineError(f"the blob store of this node: {error}", fix="The prompt is sampled again") from error
+            raise EngineUnreachable(
+                f"the blob store of this node: {error}", fix="The prompt is sampled again"
+            ) from error
         except GcoreError as error:
-            raise EngineError(str(error), fix="Correct the picture") from error
+            raise EngineError(str(error), fix="The prompt is sampled again") from error
         return tuple(made)
 
     async def locate(self, blobs: Sequence[str]) -> Mapping[str, Collection[str]]:

@@ -26,6 +26,7 @@ from controllers.telemetry.notices import PluginErrorLog
 from gcore.errors import EngineError, EngineUnreachable
 from gcore.flows.filters import FilterError, check_production, untrainable_reason
 from gcore.ledger.selection import is_acceptable, is_ancestor
+from gcore.media.pictures import PictureError
 from gcore.plugins import plugin_trace
 from gcore.reward.api import RewardError
 from gcore.system.clock import Clock, retry_delay
@@ -235,7 +236,7 @@ class JobBatch:
                 self._step.keep_group(result if result.source else replace(result, source=prompt.source))
             else:
                 self._step.record_outcome(ref, result, prompt.source)
-        except (RewardError, FilterError) as error:
+        except (RewardError, FilterError, PictureError) as error:
             self._step.record_outcome(ref, Outcome("failed", str(error)), prompt.source, plugin_trace(error))
         except EngineError as error:
             tries = self._reissue_failed(prompt, error.what)  # without its fix, "The prompt is sampled again"

@@ -1,0 +1,123 @@
+"""The media of a job's prompts: made once, pinned while held, and errors as outcomes understand them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from controllers.flow.job_media import RENEW_S, JobMedia
+from controllers.storage.blobs import NodeBlobs
+from gcore.config.node import NodeConfig
+from gcore.errors import DataError, EngineError, EngineUnreachable
+from gcore.media.pictures import PictureError
+from gcore.media.protocol import StoreFull, StoreUnreachable
+from gcore.testing.clock import FakeClock
+from gcore.types import Medium, PictureRef, Prompt, PromptRef
+
+PICTURE = PictureRef("/data/a.png", "ab" * 32, 32, 48, 32, 48)
+MEDIUM = Medium("picture", "cd" * 32, 100, (32, 48, 3), "uint8")
+
+
+class StoreClient:
+    """Stands for the client of the node's store."""
+
+    def __init__(self) -> None:
+        self.made: list[PictureRef] = []
+        self.pinned: list[Sequence[str]] = []
+        self.unpinned: list[Sequence[str]] = []
+        self.error: Exception | None = None
+
+    async def make_picture(self, picture: PictureRef, incarnation: str, ttl_s: float) -> Medium:
+        if self.error is not None:
+            raise self.error
+        self.made.append(picture)
+        return MEDIUM
+
+    async def pin(self, incarnation: str, sha256s: Sequence[str], ttl_s: float) -> None:
+        self.pinned.append(sha256s)
+
+    async def unpin(self, incarnation: str, sha256s: Sequence[str]) -> None:
+        self.unpinned.append(sha256s)
+
+
+class Blobs:
+    def __init__(self, client: StoreClient) -> None:
+        self._client = client
+
+    async def client(self, job: str, address: str = "") -> Any:
+        return self._client
+
+
+def prompt(number: int = 0) -> Prompt:
+    ids = (5, 7, 7, 7, 7, 6)
+    return Prompt(PromptRef(0, 0, number), "?", ids, {}, "data", short_ids=(5, 7, 6), pictures=(PICTURE,))
+
+
+def media_of(client: StoreClient, held: set[PromptRef], clock: FakeClock) -> JobMedia:
+    blobs: Any = Blobs(client)
+    return JobMedia(blobs, "job", "node.1", lambda: held, clock)
+
+
+async def test_prompts_with_equal_pictures_share_their_blobs() -> None:
+    client = StoreClient()
+    media = media_of(client, set(), FakeClock())
+    asked = await media.in_request(prompt(0), trained=True)
+    assert asked == await media.in_request(prompt(1), trained=True)
+    assert client.made == [PICTURE]
+    assert asked.names == (MEDIUM.sha256,)
+    assert asked.expanded((5, 7, 6, 9)) == [5, 7, 7, 7, 7, 6, 9]
+    assert await media.of(prompt(0)) == (MEDIUM,)
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (DataError("the picture changed", where="/data/a.png"), PictureError),
+        (StoreUnreachable("no answer"), EngineUnreachable),
+        (StoreFull("no room"), EngineError),
+    ],
+)
+async def test_an_error_of_the_store_says_whether_the_prompt_is_sampled_again(
+    error: Exception, kind: type[Exception]
+) -> None:
+    client = StoreClient()
+    client.error = error
+    media = media_of(client, set(), FakeClock())
+    with pytest.raises(kind):
+        await media.in_request(prompt(), trained=True)
+    client.error = None
+    assert await media.of(prompt()) == (MEDIUM,)
+
+
+def test_the_port_of_a_store_stays_the_same(tmp_path: Path) -> None:
+    config = NodeConfig.model_validate(
+        {
+            "node": "n",
+            "home": str(tmp_path),
+            "etcd": {"endpoints": ["127.0.0.1:1"]},
+            "slots": ["cpu:0"],
+            "run_root": str(tmp_path / "runs"),
+        }
+    )
+    first, again = (NodeBlobs(config, FakeClock(), dict).address for _ in range(2))
+    assert first == again != ""
+
+
+async def test_pins_are_renewed_while_a_prompt_is_held_and_end_with_it() -> None:
+    client, clock, held = StoreClient(), FakeClock(), {PromptRef(0, 0, 0)}
+    media = media_of(client, held, clock)
+    await media.in_request(prompt(0), trained=True)
+    running = asyncio.create_task(media.run())
+    try:
+        await clock.advance(RENEW_S + 1)
+        assert client.pinned == [[MEDIUM.sha256]]
+        held.clear()
+        await clock.advance(RENEW_S + 1)
+        assert client.unpinned == [[MEDIUM.sha256]]
+        assert len(client.pinned) == 1
+    finally:
+        running.cancel()
