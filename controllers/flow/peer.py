@@ -79,7 +79,7 @@ class JobPeer:
     ) -> None:
         """`look`: returns the present view of the job. `episodes`: makes multi-turn responses, for a job with an
         environment or an agent. `media`: provides the pictures of prompts; None: they have none."""
-        self._media = media
+        self.media = media
         self.data = data
         self.look = look
         self.changes = changes
@@ -197,8 +197,8 @@ class JobPeer:
         if self._episodes is not None:
             return await self._play_episodes(prompt, version, params, seeds, rid, greedy=greedy)
         prompts = [prompt.token_ids] * count
-        if self._media is not None and prompt.pictures:
-            params = replace(params, pictures=await self._media.in_request(prompt, trained=True))
+        if self.media is not None and prompt.pictures:
+            params = replace(params, pictures=await self.media.in_request(prompt, trained=True))
             prompts = [prompt.short_ids] * count
         decode = self.data.stream.found(prompt.ref)[0].renderer.tokenizer.decode
         follow = self._follow_head(prompt.ref) if self.data.spec.rollout.staleness else None
@@ -295,9 +295,9 @@ class JobPeer:
 
     async def _with_media(self, prompt: Prompt) -> Prompt:
         """The prompt with the media of its pictures. Raises EngineError."""
-        if self._media is None or not prompt.pictures:
+        if self.media is None or not prompt.pictures:
             return prompt
-        return replace(prompt, media=await self._media.of(prompt))
+        return replace(prompt, media=await self.media.of(prompt))
 
     async def score(self, prompt: Prompt, samples: tuple[Sample, ...]) -> Group | Outcome:
         """Score the responses to a prompt with its source's reward, and apply the spec's rule for truncated responses.

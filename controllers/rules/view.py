@@ -156,11 +156,6 @@ class RankView:
     """The batch that the rank is receiving or has received."""
     held: Mapping[str, frozenset[int]] = field(default_factory=dict)
     """The samples of that batch that have arrived: group digest -> indexes of samples."""
-    fetching: Mapping[str, Fetching] = field(default_factory=dict)
-    """The samples of that batch that have arrived and whose blobs (pictures, arrays) the rank does not have yet: group
-    digest -> their indexes and bytes."""
-    fetched_bytes: int = 0
-    """Bytes of blobs that the rank has received in its life, also of incomplete ones."""
     applied: Token | None = None
     """The batch that the rank has trained last."""
     content: bytes = b""
@@ -189,6 +184,11 @@ class RankView:
     """The rank's monotonic clock at this report; None: not reported."""
     phases: Mapping[str, float] = field(default_factory=dict)
     """Seconds that the rank has spent in each phase since its start."""
+    fetching: Mapping[str, Fetching] = field(default_factory=dict)
+    """The samples of the batch `holding` that have arrived and whose blobs (pictures, arrays) the rank does not have yet: group
+    digest -> their indexes and bytes."""
+    fetched_bytes: int = 0
+    """Bytes of blobs that the rank has received in its life, also of incomplete ones."""
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from simulated_ends import (
     SimulatedClient,
     SimulatedLinks,
     SimulatedStaff,
+    SimulatedStores,
     Stream,
     TellingLedger,
     flow,
@@ -44,7 +45,7 @@ from controllers.storage.run_folder import (
 from controllers.telemetry.run_recorder import JobTelemetry, RunRecorder
 from gcore.api.tls import PLAIN
 from gcore.config import JobSpec, NodeConfig
-from gcore.config.spec import training_sources
+from gcore.config.spec import training_sources, uses_pictures
 from gcore.data.stream import PromptStream
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records.job import JobRecord
@@ -175,7 +176,7 @@ def simulated_dependencies(
         errors=SilentFaults(store, keys, node),
         folders=SimulatedFolders(SimulatedFiles(land.floor, node, land.serves, identity.incarnation)),
         memory_dir=None,
-        blobs=None,
+        blobs=cast(Any, SimulatedStores(node, land)),
         cache_dir=Path(config.home) / "cache",
         disk_gib=None,
         new_recorder=new_recorder,
@@ -191,7 +192,7 @@ def simulated_dependencies(
 
 def _job_data(spec: JobSpec, uid: str) -> JobData:
     # Of a stream it is what a peer asks of it.
-    stream = cast(PromptStream, Stream())
+    stream = cast(PromptStream, Stream(pictures=uses_pictures(spec)))
     (source,) = training_sources(spec)
     # Nobody asks the judges anything.
     judges: dict[str, Any] = {

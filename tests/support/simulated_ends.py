@@ -31,8 +31,8 @@ from gcore.store.keys import JobKeys
 from gcore.store.reference import StoreRef
 from gcore.system.concurrency import limit_time
 from gcore.system.process import ProcessId
-from gcore.train.rank.feed import WorldName
-from gcore.types import Group, Outcome, Pool, Prompt, PromptRef, Sample, Token, Version, VersionSpan
+from gcore.train.rank.feed import FeedState, WorldName
+from gcore.types import Group, Medium, Outcome, PictureRef, Pool, Prompt, PromptRef, Sample, Version, VersionSpan
 from gcore.worker.records import LaunchSpec
 
 SOURCE = "source"
@@ -157,9 +157,9 @@ class SimulatedLinks(RankConnections):
         there, world = self._there(rank), self._world
         assert world is not None
         sent = list(groups)
-        state = await self._ask(there, lambda: there.feed(world, seal.token, sent) and there.state)
+        state = await self._ask(there, lambda: there.feed(world, seal.token, sent, holders) and there.state)
         if state and world == self._world and state.holding is not None:
-            self._note_listing(rank, state.holding, state.held)
+            self._note_listing(rank, state)
 
     async def apply(self, rank: int, seal: Seal, stored: bytes, *, whole: bool = True) -> None:
         there, world = self._there(rank), self._world
@@ -219,7 +219,7 @@ class SimulatedLinks(RankConnections):
                     )
                     shown = RankView(rank, state.holding, held, state.applied)
                     shown = replace(shown, begun=begun[0], begun_step=begun[1], begun_content=begun[2])
-                    shown = replace(shown, released=there.released)
+                    shown = replace(shown, released=there.released, fetching=state.fetching)
                     self._show(shown)
                 try:
                     async with limit_time(4.0):
@@ -238,10 +238,11 @@ class SimulatedLinks(RankConnections):
             view = replace(view, held=held)
         super()._show(view)
 
-    def _note_listing(self, rank: int, token: Token, held: Mapping[str, frozenset[int]]) -> None:
+    def _note_listing(self, rank: int, state: FeedState) -> None:
         view = self.views.get(rank, RankView(rank))
-        if view.holding is None or view.holding <= token:
-            self._show(replace(view, holding=token, held=dict(held)))
+        assert state.holding is not None
+        if view.holding is None or view.holding <= state.holding:
+            self._show(replace(view, holding=state.holding, held=dict(state.held), fetching=state.fetching))
 
 
 class SimulatedClient:
@@ -339,10 +340,16 @@ class SimulatedClient:
 
 
 class Stream:
-    """Prompts that come from nowhere."""
+    """Prompts that come from nowhere, with a picture if the job's have any."""
+
+    def __init__(self, *, pictures: bool) -> None:
+        self._pictures = pictures
 
     def prompt(self, ref: PromptRef) -> Prompt:
-        return Prompt(ref, "", (1, 2), {}, SOURCE)
+        if not self._pictures:
+            return Prompt(ref, "", (1, 2), {}, SOURCE)
+        picture = PictureRef(f"/{ref}.png", "0" * 64, 16, 16, 16, 16)
+        return Prompt(ref, "", (1, 2), {}, SOURCE, short_ids=(1, 2), pictures=(picture,))
 
     def found(self, ref: PromptRef) -> tuple[Any, int]:
         tokenizer = SimpleNamespace(decode=lambda tokens: "x" * len(tokens))
@@ -392,6 +399,47 @@ def flow(land: Land) -> Any:
         samples = await peer.rollout(prompt)
         if land.chance.random() < land.filter_rate:
             return Outcome("filtered", "constant")
-        return Group(prompt.ref, prompt.token_ids, samples, prompt.source)
+        media = () if peer.media is None else await peer.media.of(prompt)
+        return Group(prompt.ref, prompt.token_ids, samples, prompt.source, media=media)
 
     return simulated
+
+
+class SimulatedStores:
+    """The blob stores of all nodes, as the controller of `node` reaches them (`controllers.storage.blobs.NodeBlobs`)."""
+
+    def __init__(self, node: str, land: Land) -> None:
+        self._node = node
+        self._land = land
+
+    def need(self) -> None:
+        """They always run."""
+
+    async def client(self, job: str, address: str = "") -> SimulatedStores:
+        return self
+
+    async def make_picture(self, picture: PictureRef, incarnation: str, ttl_s: float) -> Medium:
+        """Make a blob, which differs each time."""
+        await asyncio.sleep(0.05 * self._land.chance.random())
+        medium = Medium("picture", f"{self._land.chance.getrandbits(256):064x}", 100, (16, 16, 3), "uint8")
+        self._land.floor.blobs.setdefault(self._node, set()).add(medium.sha256)
+        return medium
+
+    async def pin(self, incarnation: str, blobs: Collection[str], ttl_s: float) -> None:
+        """Nothing is deleted here but by faults."""
+
+    async def unpin(self, incarnation: str, blobs: Collection[str]) -> None:
+        """The same."""
+
+    async def forget(self, job: str) -> None:
+        """The job has ended."""
+
+    async def locate(self, job: str, blobs: Collection[str]) -> Mapping[str, Collection[str]]:
+        """The nodes that answer and have a blob."""
+        await asyncio.sleep(0.2 * self._land.chance.random())
+        reached = {
+            node: found
+            for node, found in self._land.floor.blobs.items()
+            if (node, self._node) not in self._land.network.cut
+        }
+        return {blob: [node for node, found in reached.items() if blob in found] for blob in blobs}

@@ -50,6 +50,8 @@ class Faults:
         }
         if cluster.story.copies is not None:
             self._deeds["wipe"] = self._wipe
+        if cluster.story.pictures:
+            self._deeds["lose_blobs"] = self._lose_blobs
         self._kinds = cluster.story.faults or tuple(self._deeds)
 
     def one(self) -> int:
@@ -216,6 +218,22 @@ class Faults:
         self._people.limit(slots)
         self._later(seconds, lambda: self._people.limit(None))
         return f"the job may have {slots} slots for {seconds:g} s"
+
+    def _lose_blobs(self) -> str:
+        """The stores of some nodes lose blobs: some of one, or all of all."""
+        stores = self._cluster.floor.blobs
+        if self._chance.random() < 0.3:
+            count = sum(map(len, stores.values()))
+            for blobs in stores.values():
+                blobs.clear()
+            return f"all blob stores lose their {count} blobs" if count else ""
+        having = sorted(node for node, blobs in stores.items() if blobs)
+        if not having:
+            return ""
+        node = self._chance.choice(having)
+        lost = self._chance.sample(sorted(stores[node]), self._chance.randint(1, len(stores[node])))
+        stores[node].difference_update(lost)
+        return f"the blob store of {node} loses {len(lost)} blobs"
 
     def _pause(self) -> str:
         seconds = self._seconds()

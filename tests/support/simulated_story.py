@@ -45,6 +45,8 @@ class Story:
     """How often the job, when it has succeeded, goes on to a higher goal."""
     changes: int = 0
     """How often the train backend is changed while the job runs."""
+    pictures: bool = False
+    """Whether prompts have pictures, whose blobs ranks fetch, and stores lose blobs."""
 
     @classmethod
     def of(cls, seed: int) -> Story:
@@ -74,6 +76,7 @@ class Story:
             faults_s=chance.choice([40.0, 80.0]),
             goes_on=random.Random(f"goes on {seed}").choice([0, 0, 0, 1, 2]),
             changes=random.Random(f"changes {seed}").choice([0, 0, 0, 1, 3]),
+            pictures=random.Random(f"pictures {seed}").choice([False, False, True]),
         ).streamed(chance)
 
     def streamed(self, chance: random.Random) -> Story:
@@ -92,7 +95,7 @@ class Story:
             {
                 "name": "simulated",
                 "model": {"path": "m"},
-                "data": {"path": "d", "shards": 4, "window": 4},
+                "data": {"path": "d", "shards": 4, "window": 4} | ({"images": "images"} if self.pictures else {}),
                 "flow": {"groups_per_step": self.quota, "samples_per_prompt": 2, "max_reissues": 50, **length},
                 "rollout": {"max_new_tokens": 4, "staleness": self.staleness, "timeout_s": 20, "batch_slots": 1},
                 "train": {

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -71,6 +71,8 @@ class Floor:
 
     apart: bool = False
     """Whether each node has a folder of its own for the run."""
+    blobs: dict[str, set[str]] = field(default_factory=dict)
+    """By node: the blobs that its store has. A store keeps its files when its node restarts."""
 
     _staged: dict[Path, frozenset[Version]] = field(default_factory=dict)
 
@@ -194,6 +196,7 @@ class Rank(Worker):
         self.listeners: dict[object, Callable[[], None]] = {}
         self._work: asyncio.Queue[feed_state.StepInput | feed_state.StepPartInput | _Rest] = asyncio.Queue()
         self.released: frozenset[str] = frozenset()
+        self._fetches = False
         self._gathered: asyncio.Future[None] | None = None
         self._inside: object = None
         """The rank's purpose in a collective."""
@@ -220,21 +223,53 @@ class Rank(Worker):
         self.process.run(self._train(), "training")
         self._notify()
 
-    def feed(self, name: WorldName, token: Token, groups: list[tuple[Group, frozenset[int]]]) -> bool:
-        """Samples of groups; whether they were not refused."""
-        held = {group.digest(): held_group(group, samples) for group, samples in groups}
+    def feed(
+        self,
+        name: WorldName,
+        token: Token,
+        groups: list[tuple[Group, frozenset[int]]],
+        holders: Collection[str] = (),
+    ) -> bool:
+        """Samples of groups; whether they were not refused. `holders`: nodes whose stores have their media."""
+        holders = frozenset(holders)
+        held = {group.digest(): held_group(group, samples, holders) for group, samples in groups}
         answer = feed_state.feed_samples(self.state, name, token, held)
         if isinstance(answer, feed_state.RankRefusal):
             return False
         if answer.state != self.state:
             self.state = answer.state
             self._notify()
+            if self.state.wanted and not self._fetches:
+                self._fetches = True
+                self.process.run(self._fetch(), "blobs")
         return True
+
+    async def _fetch(self) -> None:
+        """Fetch the blobs that samples lack, until there are none or no store has them."""
+        try:
+            while wanted := {n: w for n, w in self.state.wanted.items() if n not in self.state.unavailable}:
+                await asyncio.sleep(0.05 + 0.5 * self.floor.chance.random())
+                name = self.floor.chance.choice(sorted(wanted))
+                one = self.state.wanted.get(name)
+                if one is None:
+                    continue
+                cut = [node for node in sorted(one.holders) if (node, self.node) in self.floor.network.cut]
+                having = [node for node in one.holders if name in self.floor.blobs.get(node, ()) and node not in cut]
+                if having:
+                    self.floor.blobs.setdefault(self.node, set()).add(name)
+                    self.state = feed_state.add_blobs(self.state, [name])
+                elif not cut:
+                    self.state = feed_state.miss_blobs(self.state, [name])
+                    self.floor.tell(f"{self.spec.instance} finds blob {name[:8]} in no store")
+                self._notify()
+        finally:
+            self._fetches = False
 
     def apply(self, name: WorldName, token: Token, seal: bytes) -> bool:
         """Train on a READY seal; whether it was not refused."""
         answer = feed_state.apply_step(self.state, name, token, Seal.decode(seal))
         if isinstance(answer, feed_state.Begin):
+            self._check_blobs(answer.work)
             self.state = answer.state
             self._work.put_nowait(answer.work)
             self._notify()
@@ -246,10 +281,18 @@ class Rank(Worker):
         if isinstance(answer, feed_state.BeginParts):
             self.state = answer.state
             for part in answer.parts:
+                self._check_blobs(part.work)
                 self._work.put_nowait(part)
             self._notify()
             self.floor.looked()
         return not isinstance(answer, feed_state.RankRefusal)
+
+    def _check_blobs(self, work: feed_state.StepInput) -> None:
+        """A step or part that begins has all blobs of this rank's samples."""
+        for slot in work.layout.of_rank(work.rank):
+            group = work.groups.get(work.seal.groups[slot.group].digest)
+            if group is not None and group.media_of((slot.sample,)).keys() - self.state.blobs:
+                self.floor.wrong(f"{self.spec.instance} trains {group.ref} of {work.seal.token} without a blob")
 
     def rest(self, name: WorldName, step: int | None, reply: Callable[[bool], None]) -> None:
         """Give memory back, behind `step`, or (None) take it again; replies when it is done whether it was not refused."""
@@ -360,7 +403,7 @@ class Rank(Worker):
             notify()
 
 
-def held_group(group: Group, samples: frozenset[int]) -> TrainGroup:
+def held_group(group: Group, samples: frozenset[int], holders: frozenset[str] = frozenset()) -> TrainGroup:
     """A fed group, as a rank has it."""
     prompt = np.asarray(group.prompt_ids, dtype=np.int32)
     held = {
@@ -372,7 +415,7 @@ def held_group(group: Group, samples: frozenset[int]) -> TrainGroup:
         )
         for index in samples
     }
-    return TrainGroup(group.ref, group.digest(), prompt, held)
+    return TrainGroup(group.ref, group.digest(), prompt, held, media=group.media, holders=holders)
 
 
 def damaged(run_dir: Path, checkpoint: str) -> str:
