@@ -104,9 +104,9 @@ def test_an_older_word_that_comes_later_takes_nothing_away(late: str) -> None:
     token = Token(0, 1, 1)
     if late == "answer":
         links._note(0, state(token, mine=[0, 1], others=[0]))
-        links._note_held(0, token, held(mine=[0, 1]))
+        links._note_received(0, token, pb.FeedReply(held=held(mine=[0, 1])))
     else:
-        links._note_held(0, token, held(mine=[0, 1], others=[0]))
+        links._note_received(0, token, pb.FeedReply(held=held(mine=[0, 1], others=[0])))
         links._note(0, state(token, mine=[0, 1]))
     assert links.views[0].held == {"mine": frozenset({0, 1}), "others": frozenset({0})}
     assert len(changed) == 2
@@ -122,7 +122,7 @@ def test_a_new_attempt_begins_empty() -> None:
 def test_an_answer_about_an_old_attempt_is_not_believed() -> None:
     links = RankConnections(FakeClock(), lambda: None)
     links._note(0, state(Token(0, 1, 3), mine=[0]))
-    links._note_held(0, Token(0, 1, 1), held(mine=[0, 1]))
+    links._note_received(0, Token(0, 1, 1), pb.FeedReply(held=held(mine=[0, 1])))
     assert links.views[0].held == {"mine": frozenset({0})}
 
 
@@ -174,3 +174,30 @@ async def test_a_line_that_ends_by_a_defect_is_not_left_in_silence(monkeypatch: 
     with pytest.raises(AssertionError, match="cannot be read"):
         links.raise_defect()
     await links.close()
+
+
+def fetching(digest: str, samples: list[int], fetched: int, *unavailable: bytes) -> pb.FetchingGroup:
+    return pb.FetchingGroup(digest=digest, samples=samples, total=100, fetched=fetched, unavailable=unavailable)
+
+
+def test_samples_without_their_blobs_are_known_from_both_reports() -> None:
+    links, token = RankConnections(FakeClock(), lambda: None), Token(0, 1, 1)
+    links._note_received(0, token, pb.FeedReply(fetching=[fetching("mine", [0, 1], 0)]))
+    assert links.views[0].fetching["mine"].samples == {0, 1}
+    seen = state(token, mine=[0])
+    seen.fetching.append(fetching("other", [2], 40, b"\xab" * 32))
+    seen.fetched_bytes = 70
+    links._note(0, seen)
+    view = links.views[0]
+    assert {digest: one.samples for digest, one in view.fetching.items()} == {"mine": {1}, "other": {2}}
+    assert view.fetching["other"].unavailable == {"ab" * 32}
+    assert view.fetched_bytes == 70
+    links._note(0, state(token, mine=[0, 1], other=[2]))
+    assert links.views[0].fetching == {}
+
+
+def test_what_is_fetched_of_another_batch_does_not_count() -> None:
+    links, token = RankConnections(FakeClock(), lambda: None), Token(0, 1, 1)
+    links._note_received(0, token, pb.FeedReply(fetching=[fetching("mine", [0], 0)]))
+    links._note(0, state(Token(0, 1, 2)))
+    assert links.views[0].fetching == {}
