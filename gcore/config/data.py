@@ -58,7 +58,7 @@ COLUMNS_HELP = (
 
 
 IMAGES_HELP = (
-    "Field with the paths of an entry's pictures, relative to the data file: a list, or one path. Parquet files and saved "
+    "Field with the paths of an entry's pictures, relative to the data: a list, or one path. Parquet data and saved "
     "datasets may have the pictures themselves there. Needs a vision-language model"
 )
 MARKER_HELP = "Text in a prompt that stands for its next picture"
