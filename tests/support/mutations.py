@@ -582,6 +582,18 @@ def _mutations() -> list[Mutation]:
             caught_by="tests/unit/train/test_rank_feed.py",
         ),
         Mutation(
+            "blobs: a sample is held without its blobs",
+            "blobs",
+            (("gcore.train.rank.feed:TrainGroup.complete", lambda _: lambda self, blobs: frozenset(self.samples)),),
+            caught_by="tests/unit/train/test_rank_feed_blobs.py",
+        ),
+        Mutation(
+            "blobs: a group whose blob no store has is kept",
+            "blobs",
+            (("controllers.rules.step:_unavailable", _always(frozenset())),),
+            caught_by=DECIDE,
+        ),
+        Mutation(
             "5 what was issued once is never issued again",
             "5",
             (("controllers.flow.peer:JobPeer._due_refs", _in_flight_known_for_ever),),
