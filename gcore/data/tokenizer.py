@@ -8,7 +8,6 @@ are tokenized in a thread (tokenizers release the GIL), and only the beginning o
 from __future__ import annotations
 
 import asyncio
-import json
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any, TypeVar
 from tokenizers import Tokenizer
 
 from gcore.errors import DataError
+from gcore.system.files import read_json_file
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length")
@@ -185,7 +185,7 @@ def _read_json(path: Path, *, optional: bool = False) -> dict[str, Any]:
     if optional and not path.exists():
         return {}
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = read_json_file(path)
     except FileNotFoundError as error:
         raise DataError(
             f"the folder is not a model: it has no {path.name}",

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ from gcore.errors import DataError, explain_os_errors
 from gcore.models.checks import check_weight_file, matrix_shapes, weight_files
 from gcore.models.hubs import ADAPTER_CONFIG
 from gcore.models.layout import ADAPTER_FILE, ADAPTER_PREFIX, BASE_FILE, hash_files
+from gcore.system.files import read_json_file
 
 
 def check_adapter(folder: Path, base: Path) -> None:
@@ -89,19 +88,26 @@ STARTS_THAT_KEEP_THE_BASE = ("gaussian", "eva", "orthogonal")
 """Values of PEFT's `init_lora_weights` that leave the base model as it is. Others, such as pissa, change it."""
 
 
+MAX_RANK = 2**31
+"""Ranks are below this number, which is far above the width of any layer."""
+
+MAX_ALPHA = 3e38
+"""Largest amount of an adapter's alpha: matrices are scaled in float32."""
+
+
 def require_adapter_config(folder: Path) -> dict[str, Any]:
     """Return the content of the folder's `adapter_config.json`. Raises DataError if it is missing, damaged, or of another
     kind of adapter than plain LoRA."""
     path, fix = folder / ADAPTER_CONFIG, "Name the folder of a PEFT adapter"
     try:
         with explain_os_errors("cannot read the adapter's configuration", DataError, where=path, fix=fix):
-            config: dict[str, Any] = json.loads(path.read_bytes())
+            config: dict[str, Any] = read_json_file(path)
         rank, alpha = config["r"], config["lora_alpha"]
     except (ValueError, LookupError, TypeError) as error:
         raise DataError("the file is no configuration of a LoRA adapter", where=str(path), fix=fix) from error
     for name, value, right in (
-        ("r", rank, type(rank) is int and rank > 0),
-        ("lora_alpha", alpha, type(alpha) in (int, float) and math.isfinite(alpha)),
+        ("r", rank, type(rank) is int and 0 < rank < MAX_RANK),
+        ("lora_alpha", alpha, type(alpha) in (int, float) and abs(alpha) <= MAX_ALPHA),
     ):
         if not right:
             wanted = "a whole number above 0" if name == "r" else "a finite number"
@@ -113,11 +119,16 @@ def require_adapter_config(folder: Path) -> dict[str, Any]:
         strange.append("init_lora_weights")
     if strange:
         raise DataError(
-            f"the adapter has {strange[0]}: {config[strange[0]]}, and only plain LoRA adapters can be served",
+            f"the adapter has {strange[0]}: {config[strange[0]]!r:.80}, and only plain LoRA adapters can be served",
             where=str(path),
             fix="Merge it into its model, and use the merged model",
         )
     return config
+
+
+def _is_file_name(name: str) -> bool:
+    """Whether this is the name of a file in a folder, in characters that every file system and message can have."""
+    return Path(name).name == name and "\0" not in name and not any(0xD800 <= ord(one) < 0xE000 for one in name)
 
 
 def check_same_base(folder: Path, adapter: Path, fix: str, tick: Callable[[int], None] = lambda _: None) -> None:
@@ -126,14 +137,17 @@ def check_same_base(folder: Path, adapter: Path, fix: str, tick: Callable[[int],
     if not (folder / "config.json").is_file():
         raise DataError("the adapter's base model is not here", where=str(folder), fix=fix)
     listed = adapter / BASE_FILE
-    try:
-        names = dict(json.loads(listed.read_bytes()))
-        if any(Path(name).name != name for name in names):
-            raise ValueError("a name is no file's name")
-    except (OSError, ValueError, TypeError) as error:
-        raise DataError(
-            "the file does not list the files of a base model", where=str(listed), fix="Restore the adapter"
-        ) from error
+    with explain_os_errors(
+        "cannot read the list of the base model's files", DataError, where=listed, fix="Restore the adapter"
+    ):
+        try:
+            names = read_json_file(listed)
+            if type(names) is not dict or not all(map(_is_file_name, names)):
+                raise ValueError("a name is no file's name")
+        except ValueError as error:
+            raise DataError(
+                "the file does not list the files of a base model", where=str(listed), fix="Restore the adapter"
+            ) from error
     try:
         found = hash_files([folder / name for name in names], tick)
     except OSError as error:

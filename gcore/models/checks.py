@@ -12,15 +12,18 @@ from __future__ import annotations
 import functools
 import importlib.util
 import json
+import math
 import os
 import re
 import struct
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from gcore.errors import DataError, SpecError
 from gcore.models.hubs import ADAPTER_CONFIG, INDEX, WHOLE, ModelError
+from gcore.models.layout import BITS, TensorShape
+from gcore.system.files import read_json_file
 
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 """File types of pickled weights."""
@@ -39,7 +42,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 def require_config(folder: Path) -> dict[str, Any]:
     """Return the content of the folder's `config.json`. Raises DataError if it is missing, or not a JSON object."""
     try:
-        config = json.loads((folder / "config.json").read_text())
+        config = read_json_file(folder / "config.json")
         if not isinstance(config, dict):
             raise ValueError("it is not a JSON object")
     except (OSError, ValueError) as error:
@@ -52,7 +55,7 @@ def require_config(folder: Path) -> dict[str, Any]:
 def _optional_json(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file; empty if it is missing or not readable."""
     try:
-        tree = json.loads(path.read_bytes())
+        tree = read_json_file(path)
     except (OSError, ValueError):
         return {}
     return tree if isinstance(tree, dict) else {}
@@ -212,19 +215,16 @@ def weight_files(folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
-def matrix_shapes(path: Path) -> Iterator[tuple[str, tuple[int, int]]]:
-    """Yield the layers with a matrix in a complete safetensors file: name and shape."""
-    with path.open("rb") as file:
-        (length,) = struct.unpack("<Q", file.read(8))
-        header: dict[str, Any] = json.loads(file.read(length))
-    for name, one in header.items():
-        if name.endswith(".weight") and len(one["shape"]) == 2:
-            yield name.removesuffix(".weight"), tuple(one["shape"])
+def matrix_shapes(path: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield the layers with a matrix in a safetensors file: name and shape. Raises ModelError as `check_weight_file`."""
+    for name, one in check_weight_file(path).items():
+        if name.endswith(".weight") and len(one.shape) == 2:
+            yield name.removesuffix(".weight"), one.shape
 
 
 def _files_of_index(index: Path) -> list[str]:
     try:
-        named = json.loads(index.read_bytes())["weight_map"].values()
+        named = read_json_file(index)["weight_map"].values()
         files = sorted({str(name) for name in named})
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise ModelError("cannot read the index of the weights", where=str(index), fix=_FIX) from error
@@ -245,8 +245,11 @@ def _files_of_index(index: Path) -> list[str]:
     return files
 
 
-def check_weight_file(path: Path) -> None:
-    """Raise ModelError unless `path` is a complete safetensors file. Does not read the tensors."""
+def check_weight_file(path: Path) -> Mapping[str, TensorShape]:
+    """Return dtype and shape of each tensor in a safetensors file, by name. Does not read the tensors.
+
+    Raises ModelError unless `path` is a complete safetensors file that the safetensors library accepts.
+    """
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -255,26 +258,67 @@ def check_weight_file(path: Path) -> None:
             header = file.read(length) if 8 + length <= min(size, MAX_HEADER_BYTES) else b""
     except OSError as error:
         reason = (error.strerror or type(error).__name__).lower()
-        raise ModelError(f"cannot read the weights ({reason})", where=str(path), fix="Make it readable") from error
+        raise ModelError(
+            f"cannot read the weights ({reason})",
+            where=str(path),
+            fix="Copy or download it again, and make it readable",
+        ) from error
     if header.startswith(b"{"):
-        expected = 8 + length + _end_of_tensors(header, path)
+        tensors = _read_header(header, path)
+        expected = 8 + length + max((one.end for one in tensors.values()), default=0)
         if size < expected:
             raise ModelError(f"the file is cut off: it has {size} of {expected} bytes", where=str(path), fix=_FIX)
         if size == expected:
-            return
+            _check_spans(tensors, path)
+            return {name: one.tensor for name, one in tensors.items()}
     elif length < MAX_HEADER_BYTES and 8 + length > size:
         raise ModelError(f"the file is cut off: it has {size} bytes, not even its header", where=str(path), fix=_FIX)
     raise ModelError("the file is not a safetensors file", where=str(path), fix="Save the model again")
 
 
-def _end_of_tensors(header: bytes, path: Path) -> int:
+class _StoredTensor(NamedTuple):
+    """A tensor in a safetensors file: where its bytes begin and end, counted from the end of the header."""
+
+    tensor: TensorShape
+    begin: int
+    end: int
+
+
+def _read_header(header: bytes, path: Path) -> Mapping[str, _StoredTensor]:
+    found, name = {}, ""
     try:
-        tensors: dict[str, Any] = json.loads(header)
-        return max((int(t["data_offsets"][1]) for name, t in tensors.items() if name != "__metadata__"), default=0)
-    except (ValueError, LookupError, TypeError) as error:
+        for name, one in json.loads(header.decode()).items():
+            name.encode()
+            if name == "__metadata__":
+                if one is not None and any(type(value) is not str for value in one.values()):
+                    raise ValueError("the metadata are no strings")
+                continue
+            dtype, shape, (begin, end) = one["dtype"], one["shape"], one["data_offsets"]
+            if dtype not in BITS or type(shape) is not list:
+                raise ValueError("its dtype or shape is unknown")
+            if any(type(number) is not int or number < 0 for number in (*shape, begin, end)):
+                raise ValueError("a size is not a whole number")
+            found[name] = _StoredTensor(TensorShape(dtype, tuple(shape)), begin, end)
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        where = f" (tensor {name!r:.80})" if name else ""
         raise ModelError(
-            "cannot read the header of the safetensors file", where=str(path), fix="Save the model again"
+            f"cannot read the header of the safetensors file{where}", where=str(path), fix="Save the model again"
         ) from error
+    return found
+
+
+def _check_spans(tensors: Mapping[str, _StoredTensor], path: Path) -> None:
+    """Raise ModelError unless the tensors follow each other without gaps, and each has the bytes of its dtype and shape."""
+    expected = 0
+    for name, (tensor, begin, end) in sorted(tensors.items(), key=lambda item: item[1][1:]):
+        if begin != expected or 8 * (end - begin) != BITS[tensor.dtype] * math.prod(tensor.shape):
+            raise ModelError(
+                f"tensor {name!r:.80} ({tensor.dtype} {list(tensor.shape)}) has bytes {begin} to {end} in the file's header, "
+                f"and should have {tensor.nbytes} bytes from {expected}",
+                where=str(path),
+                fix="Save the model again",
+            )
+        expected = end
 
 
 HEAD = "ForSequenceClassification"

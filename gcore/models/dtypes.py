@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 
 from gcore.models.layout import Dtype
+from gcore.system.files import read_json_file
 
 CODES: Mapping[torch.dtype, Dtype] = {
     torch.float64: "F64",
@@ -40,6 +40,6 @@ def model_dtype(model: Path) -> torch.dtype:
     """The dtype that the config of the model in `model` states for its weights; float32 if it states none or an unknown
     one.
     """
-    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    config = read_json_file(model / "config.json")
     name = config.get("dtype") or config.get("torch_dtype") or "float32"
     return NAMES.get(str(name), torch.float32)

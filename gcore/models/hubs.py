@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import importlib
-import json
 import logging
 import os
 import re
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from gcore.errors import DataError, did_you_mean
+from gcore.system.files import read_json_file
 
 if TYPE_CHECKING:
     from huggingface_hub.errors import HfHubHTTPError
@@ -215,7 +215,7 @@ def weight_file_names(folder: Path) -> frozenset[str]:
     `model.safetensors`.
     """
     try:
-        table = json.loads((folder / INDEX).read_bytes())["weight_map"]
+        table = read_json_file(folder / INDEX)["weight_map"]
         return frozenset(str(name) for name in table.values())
     except (OSError, ValueError, KeyError, AttributeError, TypeError):
         return frozenset({WHOLE})

@@ -335,27 +335,26 @@ def versions_in(folder: Path) -> frozenset[Version]:
     return frozenset(found)
 
 
-Dtype = Literal["F64", "F32", "BF16", "F16", "I64", "I32", "I16", "I8", "U8", "BOOL"]
+Dtype = Literal[
+    "C64", "F64", "F32", "BF16", "F16", "F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F8_E8M0", "F6_E2M3",
+    "F6_E3M2", "F4", "I64", "I32", "I16", "I8", "U64", "U32", "U16", "U8", "BOOL"
+]  # fmt: skip
 """Name of a dtype in a safetensors file."""
 
-BYTES: Mapping[Dtype, int] = {
-    "F64": 8,
-    "F32": 4,
-    "BF16": 2,
-    "F16": 2,
-    "I64": 8,
-    "I32": 4,
-    "I16": 2,
-    "I8": 1,
-    "U8": 1,
-    "BOOL": 1,
+BITS: Mapping[Dtype, int] = {
+    **dict.fromkeys(("C64", "F64", "I64", "U64"), 64),
+    **dict.fromkeys(("F32", "I32", "U32"), 32),
+    **dict.fromkeys(("BF16", "F16", "I16", "U16"), 16),
+    **dict.fromkeys(("F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F8_E8M0", "I8", "U8", "BOOL"), 8),
+    **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
+    "F4": 4,
 }
-"""Bytes per element of each dtype."""
+"""Bits per element of each dtype (safetensors 0.8)."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorShape:
-    """Dtype and shape of a tensor that is to be written to a safetensors file."""
+    """Dtype and shape of a tensor in a safetensors file."""
 
     dtype: Dtype
     shape: tuple[int, ...]
@@ -363,7 +362,7 @@ class TensorShape:
     @property
     def nbytes(self) -> int:
         """Size in the file, in bytes."""
-        return BYTES[self.dtype] * math.prod(self.shape)
+        return BITS[self.dtype] * math.prod(self.shape) // 8
 
 
 class TensorsFile:

@@ -113,6 +113,14 @@ def append_lines(path: Path, lines: bytes, *, durable: bool = False) -> None:
             os.fsync(file.fileno())
 
 
+def read_json_file(path: Path) -> Any:
+    """Return the content of a JSON file in UTF-8. Raises OSError, and ValueError, also if it is nested too deeply."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+
+
 def sync_path(path: Path) -> None:
     """Block until a file or folder is on disk."""
     fd = os.open(path, os.O_RDONLY)

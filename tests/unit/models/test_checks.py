@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from gcore.errors import DataError
@@ -21,13 +22,16 @@ from gcore.models.adapter_checks import check_adapter
 from gcore.models.checks import (
     check_code,
     check_critic,
+    check_weight_file,
     check_weights,
     check_whole,
     is_known,
     read_config,
     remote_code_files,
+    require_config,
 )
 from gcore.models.hubs import ModelError
+from gcore.models.layout import BITS
 from gcore.models.resolve import resolve_model
 
 CODE: dict[str, Any] = {
@@ -248,6 +252,114 @@ def base(tmp_path: Path) -> Path:
 
 def test_an_adapter_that_fits_its_model_is_accepted(tmp_path: Path, base: Path) -> None:
     check_adapter(write_adapter(tmp_path / "fits"), base)
+
+
+DEEP = "[" * 100_000 + "]" * 100_000
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        pytest.param(DEEP, "no configuration", id="deeply-nested"),
+        pytest.param('{"r": 2, "lora_alpha": %s}' % ("9" * 401), "lora_alpha should be", id="huge-alpha"),
+        pytest.param('{"r": 2, "lora_alpha": %s}' % ("9" * 5000), "no configuration", id="number-above-pythons-limit"),
+        pytest.param('{"r": %s, "lora_alpha": 4}' % ("9" * 401), "r should be", id="huge-rank"),
+        pytest.param("[]", "no configuration", id="a-list"),
+        pytest.param(None, "cannot read", id="missing"),
+    ],
+)
+def test_a_damaged_configuration_of_an_adapter_is_refused(
+    tmp_path: Path, base: Path, content: str | None, said: str
+) -> None:
+    folder = write_adapter(tmp_path / "adapter")
+    config = folder / "adapter_config.json"
+    config.unlink()
+    if content is not None:
+        config.write_text(content)
+    with pytest.raises(DataError, match=said) as error:
+        check_adapter(folder, base)
+    assert error.value.where == str(config)
+    assert error.value.fix
+
+
+@pytest.mark.parametrize(
+    "content",
+    [DEEP, '{"a\\u0000b": ""}', '{"a\\ud800": ""}', '{"a\\udc80": ""}', '[["model.safetensors", ""]]', "[5]"],
+    ids=["deeply-nested", "nul", "surrogate", "escaped-byte", "list-of-pairs", "list"],
+)
+def test_a_damaged_list_of_base_files_is_refused(tmp_path: Path, base: Path, content: str) -> None:
+    folder = write_adapter(tmp_path / "adapter")
+    (folder / "base_model.json").write_text(content)
+    with pytest.raises(DataError, match="does not list the files of a base model") as error:
+        check_adapter(folder, base)
+    assert error.value.where == str(folder / "base_model.json")
+
+
+def write_header(path: Path, size: int, **tensors: Any) -> None:
+    text = json.dumps(tensors).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + bytes(size))
+
+
+GOOD = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+
+
+@pytest.mark.parametrize(
+    "strange",
+    [
+        pytest.param({"dtype": "F32", "data_offsets": [0, 8]}, id="no-shape"),
+        pytest.param(GOOD | {"shape": None}, id="shape-null"),
+        pytest.param(GOOD | {"shape": {}}, id="shape-object"),
+        pytest.param(GOOD | {"shape": [2.0]}, id="fraction"),
+        pytest.param(GOOD | {"shape": [-2]}, id="negative"),
+        pytest.param(GOOD | {"shape": [True]}, id="bool"),
+        pytest.param(GOOD | {"shape": [3]}, id="more-elements-than-bytes"),
+        pytest.param(GOOD | {"dtype": "F64"}, id="larger-dtype-than-bytes"),
+        pytest.param(GOOD | {"dtype": "F31"}, id="unknown-dtype"),
+        pytest.param(GOOD | {"dtype": ["F32"]}, id="dtype-list"),
+        pytest.param(GOOD | {"data_offsets": [0]}, id="one-offset"),
+        pytest.param(GOOD | {"data_offsets": ["0", "8"]}, id="offset-strings"),
+        pytest.param(GOOD | {"data_offsets": [4, 12]}, id="gap"),
+        pytest.param(GOOD | {"data_offsets": [8, 0]}, id="reversed"),
+        pytest.param(None, id="null"),
+    ],
+)
+def test_a_header_that_the_library_does_not_read_is_refused(tmp_path: Path, strange: Any) -> None:
+    path = tmp_path / "model.safetensors"
+    offsets = strange.get("data_offsets") if strange else None
+    size = offsets[1] if offsets in ([0, 8], [4, 12]) else 8
+    write_header(path, size, a=strange)
+    with pytest.raises(SafetensorError), safe_open(path, "numpy"):
+        pass
+    with pytest.raises(ModelError, match=r"header|cut off|not a safetensors file") as error:
+        check_weight_file(path)
+    assert error.value.fix
+
+
+@pytest.mark.parametrize("second", [[0, 8], [4, 12], [12, 20]], ids=["same", "overlapping", "gap"])
+def test_tensors_that_do_not_follow_each_other_are_refused_by_name(tmp_path: Path, second: list[int]) -> None:
+    path = tmp_path / "model.safetensors"
+    write_header(path, second[1], a=GOOD, b=GOOD | {"data_offsets": second})
+    with pytest.raises(ModelError, match=r"tensor 'b' \(F32 \[2\]\) has bytes"):
+        check_weight_file(path)
+
+
+def test_every_dtype_of_the_library_has_its_size(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    for dtype, bits in BITS.items():
+        write_header(path, bits, a={"dtype": dtype, "shape": [8], "data_offsets": [0, bits]})
+        assert check_weight_file(path)["a"].nbytes == bits
+        with safe_open(path, "numpy") as file:
+            assert list(file.keys()) == ["a"]
+
+
+def test_a_model_whose_json_is_nested_too_deeply_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(DEEP)
+    with pytest.raises(ModelError, match="cannot read the index"):
+        check_whole(tmp_path)
+    (tmp_path / "config.json").write_text(DEEP)
+    assert read_config(tmp_path) == {}
+    with pytest.raises(DataError, match="nested too deeply"):
+        require_config(tmp_path)
 
 
 @pytest.mark.parametrize(
