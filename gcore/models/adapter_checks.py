@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,7 @@ def check_adapter(folder: Path, base: Path) -> None:
                 where=str(folder),
                 fix="Name an adapter of the policy's model",
             )
-    if (folder / BASE_FILE).is_file():
+    if os.path.lexists(folder / BASE_FILE):
         check_same_base(base, folder, "Name an adapter of the policy's model")
 
 

@@ -25,6 +25,7 @@ from gcore.models.checks import weight_files
 from gcore.models.dtypes import CODES, FLOATS, model_dtype
 from gcore.models.layout import ADAPTER_FILE, ADAPTER_PREFIX, TensorShape, hash_files
 from gcore.models.publisher import NamedTensor
+from gcore.system.files import check_regular_file
 
 _OWN = ".default."
 """Part of the name of an adapter's parameter in a module that its name in a file lacks."""
@@ -80,6 +81,7 @@ def stored_tensors(folder: Path) -> Iterator[NamedTensor]:
     """Yield the tensors of a model folder's safetensors files, in the order of the files. Raises DataError."""
     for path in weight_files(folder):
         try:
+            check_regular_file(path)
             with safe_open(path, framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118  (a safetensors file is not a mapping)
                     yield NamedTensor(name, file.get_tensor(name))
@@ -95,6 +97,7 @@ def stored_shapes(folder: Path) -> dict[str, TensorShape]:
 def file_shapes(path: Path) -> dict[str, TensorShape]:
     """Dtype and shape of each tensor in a safetensors file. Raises DataError."""
     try:
+        check_regular_file(path)
         with safe_open(path, framework="pt") as file:
             slices = ((name, file.get_slice(name)) for name in file.keys())  # noqa: SIM118
             return {name: TensorShape(one.get_dtype(), tuple(one.get_shape())) for name, one in slices}
@@ -212,6 +215,7 @@ def read_adapters(folder: Path) -> dict[str, Tensor]:
     """Read the adapters of a checkpoint, by their names in files. Raises DataError."""
     path = folder / ADAPTER_FILE
     try:
+        check_regular_file(path)
         with safe_open(path, framework="pt") as file:
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (OSError, SafetensorError) as error:

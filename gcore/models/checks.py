@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from gcore.errors import DataError, SpecError
 from gcore.models.hubs import ADAPTER_CONFIG, INDEX, WHOLE, ModelError
 from gcore.models.layout import BITS, TensorShape
-from gcore.system.files import read_json_file
+from gcore.system.files import check_regular_file, read_json_file
 
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 """File types of pickled weights."""
@@ -251,6 +251,7 @@ def check_weight_file(path: Path) -> Mapping[str, TensorShape]:
     Raises ModelError unless `path` is a complete safetensors file that the safetensors library accepts.
     """
     try:
+        check_regular_file(path)
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             prefix = file.read(8)

@@ -32,7 +32,7 @@ from typing import Literal, Self
 from gcore.errors import DataError, GcoreError, explain_os_errors
 from gcore.models.hubs import ADAPTER_CONFIG
 from gcore.schema import Record, RecordPart, UnreadableRecord
-from gcore.system.files import sweep_drafts
+from gcore.system.files import check_regular_file, sweep_drafts
 from gcore.types import CHECKPOINTS, Version, checkpoint_file
 
 FIRST_WEIGHTS = Version(0, 0)
@@ -250,6 +250,7 @@ def hash_files(paths: Collection[Path], tick: Callable[[int], None] = lambda _: 
         nonlocal unreported
         digest = hashlib.sha256()
         try:
+            check_regular_file(path)
             with path.open("rb") as file:
                 while not ended.is_set() and (block := file.read(READ_BYTES)):
                     digest.update(block)
@@ -278,6 +279,7 @@ def read_manifest(folder: Path) -> Manifest:
     """Read the manifest of a checkpoint without checking its files. Raises CheckpointDamaged."""
     path = folder / MANIFEST_FILE
     try:
+        check_regular_file(path)
         return Manifest.decode(path.read_bytes(), str(path))
     except OSError as error:
         raise CheckpointDamaged(f"cannot read the manifest ({error.strerror or error})", where=str(path)) from error

@@ -15,6 +15,7 @@ import errno
 import json
 import os
 import shutil
+import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
@@ -113,8 +114,16 @@ def append_lines(path: Path, lines: bytes, *, durable: bool = False) -> None:
             os.fsync(file.fileno())
 
 
+def check_regular_file(path: Path) -> None:
+    """Raise OSError unless `path` is a regular file or a link to one. Opening a FIFO would block, and a device may have no end."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+
+
 def read_json_file(path: Path) -> Any:
-    """Return the content of a JSON file in UTF-8. Raises OSError, and ValueError, also if it is nested too deeply."""
+    """Return the content of a JSON file in UTF-8. Raises OSError, also if it is not a regular file, and ValueError, also if it is nested
+    too deeply."""
+    check_regular_file(path)
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except RecursionError as error:

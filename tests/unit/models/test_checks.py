@@ -7,6 +7,7 @@ An unusable critic folder is refused at the job's submission.
 from __future__ import annotations
 
 import json
+import os
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ import pytest
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from gcore.data.tokenizer import ModelTokenizer
 from gcore.errors import DataError
 from gcore.models.adapter_checks import check_adapter
 from gcore.models.checks import (
@@ -291,6 +293,61 @@ def test_a_damaged_list_of_base_files_is_refused(tmp_path: Path, base: Path, con
     folder = write_adapter(tmp_path / "adapter")
     (folder / "base_model.json").write_text(content)
     with pytest.raises(DataError, match="does not list the files of a base model") as error:
+        check_adapter(folder, base)
+    assert error.value.where == str(folder / "base_model.json")
+
+
+def replace_by_fifo(path: Path) -> None:
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+
+
+@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors", "base_model.json"])
+def test_a_fifo_in_an_adapters_folder_is_refused_unopened(tmp_path: Path, base: Path, name: str) -> None:
+    folder = write_adapter(tmp_path / "adapter")
+    replace_by_fifo(folder / name)
+    with pytest.raises(DataError, match="not a regular file") as error:
+        check_adapter(folder, base)
+    assert error.value.where == str(folder / name)
+
+
+def test_a_fifo_in_a_models_folder_is_not_opened(tmp_path: Path, base: Path) -> None:
+    replace_by_fifo(base / "config.json")
+    assert read_config(base) == {}
+    with pytest.raises(DataError, match="not a regular file"):
+        require_config(base)
+    with pytest.raises(DataError, match="not a regular file"):
+        ModelTokenizer.load(base)
+    replace_by_fifo(base / "model.safetensors")
+    with pytest.raises(ModelError):
+        check_whole(base)
+    with pytest.raises(ModelError, match="not a regular file"):
+        check_weight_file(base / "model.safetensors")
+
+
+def test_a_fifo_among_the_base_files_is_not_opened(tmp_path: Path, base: Path) -> None:
+    folder = write_adapter(tmp_path / "adapter")
+    (folder / "base_model.json").write_text(json.dumps({"model.safetensors": "", "more.safetensors": ""}))
+    replace_by_fifo(base / "more.safetensors")
+    with pytest.raises(DataError, match="not a regular file"):
+        check_adapter(folder, base)
+
+
+def make_loop(path: Path) -> None:
+    path.symlink_to(path.name)
+
+
+@pytest.mark.parametrize(
+    "strange",
+    [Path.mkdir, make_loop, lambda path: path.symlink_to("nowhere")],
+    ids=["folder", "symlink-loop", "broken-symlink"],
+)
+def test_a_list_of_base_files_that_cannot_be_read_does_not_turn_the_check_off(
+    tmp_path: Path, base: Path, strange: Callable[[Path], None]
+) -> None:
+    folder = write_adapter(tmp_path / "adapter")
+    strange(folder / "base_model.json")
+    with pytest.raises(DataError, match="cannot read the list") as error:
         check_adapter(folder, base)
     assert error.value.where == str(folder / "base_model.json")
 
