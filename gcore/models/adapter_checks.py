@@ -113,6 +113,14 @@ def require_adapter_config(folder: Path) -> dict[str, Any]:
         if not right:
             wanted = "a whole number above 0" if name == "r" else "a finite number"
             raise DataError(f"the adapter's {name} should be {wanted} (got {value!r:.50})", where=str(path), fix=fix)
+    targets = config.get("target_modules")
+    names = [targets] if isinstance(targets, str) else targets
+    if names is not None and not (type(names) is list and all(isinstance(one, str) and one for one in names)):
+        raise DataError(
+            f"the adapter's target_modules should be a list of names, or one expression (got {targets!r:.50})",
+            where=str(path),
+            fix=fix,
+        )
     strange = [name for name, plain in PLAIN_ADAPTER.items() if config.get(name, plain) != plain]
     strange += [name for name in MORE_THAN_PLAIN if config.get(name)]
     start = config.get("init_lora_weights")

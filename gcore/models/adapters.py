@@ -42,7 +42,9 @@ def stored_name(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class AdapterConfig:
-    """What a checkpoint says of its adapters. `base`: the folder of the base model."""
+    """What a checkpoint says of its adapters. `base`: the folder of the base model. `targets`: ends of the names of adapted
+    layers, or a regular expression of PEFT.
+    """
 
     base: str
     rank: int
@@ -69,11 +71,12 @@ class AdapterConfig:
     def read(cls, folder: Path) -> AdapterConfig:
         """Read the configuration of the adapters in `folder`. Raises DataError, also for another kind than plain LoRA."""
         found = require_adapter_config(folder)
+        targets = found.get("target_modules") or ()
         return cls(
             str(found.get("base_model_name_or_path") or ""),
             found["r"],
             float(found["lora_alpha"]),
-            tuple(map(str, found.get("target_modules") or ())),
+            (targets,) if isinstance(targets, str) else tuple(targets),
         )
 
 

@@ -432,6 +432,11 @@ def test_a_model_whose_json_is_nested_too_deeply_is_refused(tmp_path: Path) -> N
         pytest.param({"trainable_token_indices": [3]}, "trainable_token_indices", id="trained-tokens"),
         pytest.param({"init_lora_weights": "pissa_niter_16"}, "init_lora_weights", id="pissa"),
         pytest.param({"lora_alpha": None}, "lora_alpha should be a finite number", id="no-alpha"),
+        pytest.param({"target_modules": 5}, "target_modules should be a list of names", id="targets-number"),
+        pytest.param({"target_modules": ["q_proj", 5]}, "target_modules should be", id="a-target-number"),
+        pytest.param({"target_modules": [""]}, "target_modules should be", id="an-empty-target"),
+        pytest.param({"target_modules": {"q_proj": 1}}, "target_modules should be", id="targets-object"),
+        pytest.param({"target_modules": ""}, "target_modules should be", id="empty-expression"),
     ],
 )
 def test_an_adapter_that_cannot_be_served_is_refused(
@@ -440,6 +445,11 @@ def test_an_adapter_that_cannot_be_served_is_refused(
     with pytest.raises(DataError) as error:
         check_adapter(write_adapter(tmp_path / "strange", **settings), base)
     assert said in str(error.value)
+
+
+@pytest.mark.parametrize("targets", [None, ["q_proj"], r".*\.q_proj"], ids=["null", "list", "expression"])
+def test_peft_may_name_an_adapters_layers_in_several_ways(tmp_path: Path, base: Path, targets: Any) -> None:
+    check_adapter(write_adapter(tmp_path / "adapter", target_modules=targets), base)
 
 
 def test_an_adapter_of_another_base_with_equal_shapes_is_refused(tmp_path: Path, base: Path) -> None:

@@ -398,6 +398,10 @@ def test_the_configuration_is_read_as_it_was_written(model: Path, tmp_path: Path
     folder = saved(adapted(model), tmp_path / "adapter", model)
     every = ("down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj")
     assert AdapterConfig.read(folder) == AdapterConfig(str(model), 4, 6.0, every)
+    settings = json.loads((folder / ADAPTER_CONFIG).read_text())
+    for found, read in ((None, ()), (r".*\.q_proj", (r".*\.q_proj",))):
+        (folder / ADAPTER_CONFIG).write_text(json.dumps(settings | {"target_modules": found}))
+        assert AdapterConfig.read(folder).targets == read
     (folder / ADAPTER_CONFIG).write_text("{}")
     with pytest.raises(DataError, match=r"no configuration of a LoRA adapter"):
         AdapterConfig.read(folder)
