@@ -11,7 +11,7 @@ from gcore.config.train import OUTPUT_LAYER
 from gcore.errors import DataError, explain_os_errors
 from gcore.models.checks import check_weight_file, matrix_shapes, weight_files
 from gcore.models.hubs import ADAPTER_CONFIG
-from gcore.models.layout import ADAPTER_FILE, ADAPTER_PREFIX, BASE_FILE, hash_files
+from gcore.models.layout import ADAPTER_FILE, ADAPTER_PREFIX, BASE_FILE, TensorShape, hash_files
 from gcore.system.files import read_json_file
 
 
@@ -29,13 +29,11 @@ def check_adapter(folder: Path, base: Path) -> None:
             where=str(folder),
             fix="Name the folder of a PEFT adapter",
         )
-    check_weight_file(folder / ADAPTER_FILE)
-    matrices = dict(matrix_shapes(folder / ADAPTER_FILE))
-    check_pairs(matrices, config["r"], folder)
-    for name, down in matrices.items():
-        if not name.endswith(".lora_A"):
-            continue
-        layer, up = name.removeprefix(ADAPTER_PREFIX).removesuffix(".lora_A"), matrices[f"{name[:-1]}B"]
+    tensors = check_weight_file(folder / ADAPTER_FILE)
+    check_pairs(tensors, config["r"], folder)
+    for name in sorted(name for name in tensors if name.endswith(DOWN)):
+        stem = name.removesuffix(DOWN)
+        layer, down, up = stem.removeprefix(ADAPTER_PREFIX), tensors[name].shape, tensors[stem + UP].shape
         if layer.rpartition(".")[2] == OUTPUT_LAYER:
             raise DataError(
                 f"the adapter changes the output layer ({layer}), which engines cannot adapt for single rows",
@@ -54,23 +52,36 @@ def check_adapter(folder: Path, base: Path) -> None:
         check_same_base(base, folder, "Name an adapter of the policy's model")
 
 
-def check_pairs(matrices: Mapping[str, tuple[int, ...]], rank: int, folder: Path) -> None:
-    """Raise DataError unless the tensors of an adapter are pairs of A [rank, in] and B [out, rank].
+DOWN, UP = ".lora_A.weight", ".lora_B.weight"
+"""How the names of A and of B end in a file."""
 
-    `matrices`: their shapes, by their names in the file without ".weight". `rank`: of the configuration in `folder`.
+ADAPTER_DTYPES = frozenset({"F64", "F32", "BF16", "F16", "F8_E4M3", "F8_E5M2"})
+"""Dtypes that the matrices of an adapter may have in its file."""
+
+
+def check_pairs(tensors: Mapping[str, TensorShape], rank: int, folder: Path) -> None:
+    """Raise DataError unless the tensors of an adapter are pairs of A [rank, in] and B [out, rank], all floating-point.
+
+    `tensors`: all of the file, by name. `rank`: of the configuration in `folder`.
     """
-    fix = "Save the adapter again, as PEFT saves LoRA of linear layers"
-    if not matrices:
-        raise DataError("the adapter has no matrices", where=str(folder), fix=fix)
-    for name, shape in sorted(matrices.items()):
-        layer, kind = name[:-1], name[-1:]
-        other = matrices.get(layer + ("B" if kind == "A" else "A"))
-        if not layer.endswith(".lora_") or kind not in ("A", "B") or other is None:
-            raise DataError(f"the adapter's tensor {name} is no part of a pair of A and B", where=str(folder), fix=fix)
-        if len(shape) != 2 or shape[kind == "B"] != rank:
+    path, fix = str(folder / ADAPTER_FILE), "Save the adapter again, as PEFT saves LoRA of linear layers"
+    if not tensors:
+        raise DataError("the adapter has no matrices", where=path, fix=fix)
+    for name, tensor in sorted(tensors.items()):
+        end, other = (UP, DOWN) if name.endswith(UP) else (DOWN, UP)
+        pair = name.startswith(ADAPTER_PREFIX) and name.endswith(end)
+        if not pair or name.removesuffix(end) + other not in tensors:
+            raise DataError(f"the adapter's tensor {name} is no part of a pair of A and B", where=path, fix=fix)
+        if tensor.dtype not in ADAPTER_DTYPES:
             raise DataError(
-                f"the adapter's matrix {name} is {list(shape)}, and its configuration has rank {rank}",
-                where=str(folder),
+                f"the adapter's tensor {name} has dtype {tensor.dtype}, and matrices should be floating-point",
+                where=path,
+                fix=fix,
+            )
+        if len(tensor.shape) != 2 or tensor.shape[end == UP] != rank:
+            raise DataError(
+                f"the adapter's matrix {name} is {list(tensor.shape)}, and its configuration has rank {rank}",
+                where=path,
                 fix=fix,
             )
 

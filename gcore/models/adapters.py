@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from gcore.errors import DataError, EngineError
-from gcore.models.adapter_checks import check_pairs, require_adapter_config
+from gcore.models.adapter_checks import DOWN, UP, check_pairs, require_adapter_config
 from gcore.models.checks import weight_files
 from gcore.models.dtypes import CODES, FLOATS, model_dtype
 from gcore.models.layout import ADAPTER_FILE, ADAPTER_PREFIX, TensorShape, hash_files
@@ -29,10 +29,6 @@ from gcore.system.files import check_regular_file
 
 _OWN = ".default."
 """Part of the name of an adapter's parameter in a module that its name in a file lacks."""
-
-
-DOWN, UP = ".lora_A.weight", ".lora_B.weight"
-"""How the names of A and of B end in a file."""
 
 
 def stored_name(name: str) -> str:
@@ -209,9 +205,9 @@ def read_adapter(folder: Path) -> tuple[AdapterConfig, dict[str, Tensor]]:
 
     Raises DataError unless it is plain LoRA and consists of pairs of A and B of its rank.
     """
-    config, tensors = AdapterConfig.read(folder), read_adapters(folder)
-    check_pairs({name.removesuffix(".weight"): tuple(one.shape) for name, one in tensors.items()}, config.rank, folder)
-    return config, tensors
+    config = AdapterConfig.read(folder)
+    check_pairs(file_shapes(folder / ADAPTER_FILE), config.rank, folder)
+    return config, read_adapters(folder)
 
 
 def read_adapters(folder: Path) -> dict[str, Tensor]:
@@ -222,7 +218,7 @@ def read_adapters(folder: Path) -> dict[str, Tensor]:
         with safe_open(path, framework="pt") as file:
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (OSError, SafetensorError) as error:
-        raise DataError(f"cannot read the adapters ({error})", where=str(path)) from error
+        raise DataError(f"cannot read the adapters ({error})", where=str(path), fix="Restore the adapter") from error
 
 
 def _foreign(base: Path, name: str) -> DataError:

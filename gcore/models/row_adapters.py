@@ -22,7 +22,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from gcore.errors import DataError
-from gcore.models.adapters import DOWN, UP, read_adapter
+from gcore.models.adapter_checks import DOWN, UP
+from gcore.models.adapters import read_adapter
 from gcore.models.layout import ADAPTER_PREFIX
 
 POLICY = 0

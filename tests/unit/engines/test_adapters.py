@@ -262,6 +262,53 @@ def add_foreign(folder: Path) -> None:
     save_file({**read_adapters(folder), "base_model.model.norm.weight": torch.ones(4)}, folder / ADAPTER_FILE)
 
 
+def change_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    tensors = read_adapters(folder)
+    change(tensors)
+    save_file(tensors, folder / ADAPTER_FILE)
+
+
+FIRST = "base_model.model.model.layers.0.mlp.down_proj"
+
+
+def convert(dtype: torch.dtype, tensors: dict[str, torch.Tensor]) -> None:
+    tensors[f"{FIRST}.lora_A.weight"] = tensors[f"{FIRST}.lora_A.weight"].to(dtype)
+
+
+def add(name: str, shape: tuple[int, ...], tensors: dict[str, torch.Tensor]) -> None:
+    tensors[name] = torch.ones(shape)
+
+
+def lose_prefix(tensors: dict[str, torch.Tensor]) -> None:
+    for name in list(tensors):
+        tensors[name.removeprefix(ADAPTER_PREFIX)] = tensors.pop(name)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        pytest.param(partial(convert, torch.int32), r"down_proj\.lora_A\.weight has dtype I32", id="integer"),
+        pytest.param(partial(convert, torch.bool), "has dtype BOOL", id="bool"),
+        pytest.param(partial(convert, torch.complex64), "has dtype C64", id="complex"),
+        pytest.param(partial(add, f"{FIRST}.lora_B.bias", (4,)), "lora_B.bias is no part of a pair", id="bias"),
+        pytest.param(partial(add, f"{FIRST}.lora_A", (3, 4)), "lora_A is no part of a pair", id="no-weight"),
+        pytest.param(partial(add, f"{FIRST}.lora_embedding_A", (3, 4)), "embedding_A is no part", id="embedding"),
+        pytest.param(partial(add, f"{FIRST}.lora_magnitude_vector", (4,)), "vector is no part", id="dora"),
+        pytest.param(partial(add, f"{FIRST}.lora_A.weight", (3, 4, 1)), r"is \[3, 4, 1\]", id="three-dimensions"),
+        pytest.param(lose_prefix, "is no part of a pair", id="without-prefix"),
+    ],
+)
+def test_a_submission_refuses_each_tensor_that_the_engine_refuses(
+    base: Path, folders: dict[str, Path], tmp_path: Path, change: Callable[[dict[str, torch.Tensor]], None], said: str
+) -> None:
+    strange = shutil.copytree(folders["one"], tmp_path / "strange")
+    change_tensors(strange, change)
+    for load in (check_adapter, lambda folder, base: start(base, folders | {"x": folder})):
+        with pytest.raises(DataError, match=said) as error:
+            load(strange, base)
+        assert error.value.where == str(strange / ADAPTER_FILE)
+
+
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
@@ -276,7 +323,7 @@ def add_foreign(folder: Path) -> None:
         pytest.param(partial(change_config, init_lora_weights="pissa"), "only plain LoRA", id="pissa"),
         pytest.param(drop_ups, "no part of a pair", id="no-up"),
         pytest.param(drop_all, "has no matrices", id="empty"),
-        pytest.param(add_foreign, "norm is no part of a pair", id="foreign-tensor"),
+        pytest.param(add_foreign, "norm.weight is no part of a pair", id="foreign-tensor"),
     ],
 )
 @pytest.mark.parametrize("beside", [False, True], ids=["merged", "beside-judges"])

@@ -332,7 +332,7 @@ def test_adapters_of_another_model_are_refused_by_the_engine(model: Path, tmp_pa
     with pytest.raises(DataError, match=r"fits no matrix of the base model"):
         stage_weights(core.model, folder)
     (folder / ADAPTER_FILE).write_bytes(b"damaged")
-    with pytest.raises(DataError, match="cannot read the adapters"):
+    with pytest.raises(DataError, match="cannot read the tensors"):
         stage_weights(core.model, folder)
 
 
