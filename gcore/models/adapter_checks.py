@@ -103,8 +103,8 @@ STARTS_THAT_KEEP_THE_BASE = ("gaussian", "eva", "orthogonal")
 MAX_RANK = 2**31
 """Ranks are below this number, which is far above the width of any layer."""
 
-MAX_ALPHA = 3e38
-"""Largest amount of an adapter's alpha: matrices are scaled in float32."""
+MIN_ALPHA, MAX_ALPHA = 1e-30, 3e38
+"""Smallest and largest amount of an adapter's alpha: matrices are scaled in float32, where alpha / rank must not be 0."""
 
 
 def require_adapter_config(folder: Path) -> dict[str, Any]:
@@ -119,10 +119,10 @@ def require_adapter_config(folder: Path) -> dict[str, Any]:
         raise DataError("the file is no configuration of a LoRA adapter", where=str(path), fix=fix) from error
     for name, value, right in (
         ("r", rank, type(rank) is int and 0 < rank < MAX_RANK),
-        ("lora_alpha", alpha, type(alpha) in (int, float) and abs(alpha) <= MAX_ALPHA),
+        ("lora_alpha", alpha, type(alpha) in (int, float) and MIN_ALPHA <= abs(alpha) <= MAX_ALPHA),
     ):
         if not right:
-            wanted = "a whole number above 0" if name == "r" else "a finite number"
+            wanted = "a whole number above 0" if name == "r" else "a finite number in float32, other than 0"
             raise DataError(f"the adapter's {name} should be {wanted} (got {value!r:.50})", where=str(path), fix=fix)
     targets = config.get("target_modules")
     names = [targets] if isinstance(targets, str) else targets

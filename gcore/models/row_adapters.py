@@ -73,7 +73,7 @@ class RowAdapters:
             if type(layer) is torch.nn.Linear and layer is not module.get_output_embeddings()
         }
         self.names = {name: number for number, name in enumerate(folders, POLICY + 1)}
-        self.matrices = {number: self.read(folders[name]) for name, number in self.names.items()}
+        self.matrices = {number: self._read_judge(folders[name]) for name, number in self.names.items()}
         """All adapters by number; the policy's only if it has one."""
         self.chosen: dict[int, Tensor] = {}
         """By number: which rows [row] of the next pass have this adapter; only adapters that any row has."""
@@ -96,6 +96,20 @@ class RowAdapters:
                     fix="Name an adapter of the model that is served",
                 )
             found[layer] = LayerMatrices(down.to(own.weight), (up * (config.alpha / config.rank)).to(own.weight))
+        return found
+
+    def _read_judge(self, folder: Path) -> AdapterMatrices:
+        """Read the adapter of a judge. Raises DataError also if values are not finite in the model's dtype, with which the
+        judge could never answer; a policy's values may become finite with a later update."""
+        found = self.read(folder)
+        for layer, one in found.items():
+            for kind, matrix in (("A", one.down), ("s·B", one.up)):
+                if not torch.isfinite(matrix).all():
+                    raise DataError(
+                        f"the adapter's matrix {kind} of layer {layer} has values that are not finite in {matrix.dtype}",
+                        where=str(folder),
+                        fix="Train or save the adapter again; lora_alpha / r may be too large",
+                    )
         return found
 
     def set_policy(self, matrices: AdapterMatrices | None) -> None:

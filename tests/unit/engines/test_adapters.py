@@ -245,6 +245,24 @@ def test_a_policy_that_is_not_finite_leaves_the_judges_alone(
             assert found.ending.kind == "abort"
 
 
+def fill(kind: str, value: float, tensors: dict[str, torch.Tensor]) -> None:
+    name = min(name for name in tensors if f".lora_{kind}." in name)
+    tensors[name][0, 0] = value
+
+
+@pytest.mark.parametrize(("kind", "value"), [("A", float("nan")), ("B", float("inf")), ("B", 3e38)])
+def test_a_judge_whose_matrices_are_not_finite_is_refused_by_its_layer(
+    base: Path, folders: dict[str, Path], tmp_path: Path, kind: str, value: float
+) -> None:
+    broken = shutil.copytree(folders["one"], tmp_path / "broken")
+    change_tensors(broken, partial(fill, kind, value))
+    with pytest.raises(
+        DataError, match=r"layer model\.layers\.0\.mlp\.down_proj has values that are not finite"
+    ) as error:
+        start(base, folders | {"x": broken})
+    assert error.value.where == str(broken)
+
+
 def change_config(folder: Path, **settings: Any) -> None:
     path = folder / ADAPTER_CONFIG
     path.write_text(json.dumps(json.loads(path.read_text()) | settings))
