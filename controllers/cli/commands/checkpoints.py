@@ -60,7 +60,8 @@ def export(
         bool, typer.Option("--adapter", help="Copy the adapter alone, for PEFT (jobs with train.lora).")
     ] = False,
     base: Annotated[
-        Path | None, typer.Option(help="Folder of the adapter's base model. Default: where the job found it.")
+        str | None,
+        typer.Option(metavar="PATH", help="Folder of the adapter's base model. Default: where the job found it."),
     ] = None,
 ) -> None:
     """Copy the model of a checkpoint, ready for `from_pretrained` and for serving. Default: the newest checkpoint.
@@ -72,6 +73,12 @@ def export(
     """
     if best and step is not None:
         raise UsageError("--best and --step exclude each other", fix="Give only one of them")
+    if adapter and base is not None:
+        raise UsageError(
+            "--adapter and --base exclude each other: an adapter alone is not merged", fix="Give only one of them"
+        )
+    if base is not None and not base.strip():
+        raise UsageError("--base is empty", fix="Name the folder of the base model, or leave --base out")
     found = _exportable(job, home, address, best=best) if step is None else _of_step(job, home, address, step)
     folder = found.checkpoint
     from gcore.models.export import copy_model
@@ -80,7 +87,7 @@ def export(
     digest = checkpoint_digest(folder, found.uid, home, address) if found.digest is None else found.digest
     try:
         with local_checkpoint(folder, found.uid, home, address, to) as here:
-            copy_model(here, to, digest, adapter=adapter, base=base)
+            copy_model(here, to, digest, adapter=adapter, base=None if base is None else Path(base))
     except CheckpointDamaged as error:
         others = (
             f"List the others with `gcore checkpoints {found.uid}`; export one with `gcore export {found.uid} --step N`"

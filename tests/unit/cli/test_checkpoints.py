@@ -269,6 +269,14 @@ def test_the_model_of_a_step_is_exported(home: Path, tmp_path: Path, capsys: pyt
         export("sums", tmp_path / "other", home, step=5)
 
 
+def test_a_base_model_is_named_only_for_a_merge_and_never_empty(home: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="--adapter and --base exclude each other"):
+        export("sums", tmp_path / "to", home, adapter=True, base=str(tmp_path))
+    with pytest.raises(UsageError, match="--base is empty"):
+        export("sums", tmp_path / "to", home, base="")
+    assert not (tmp_path / "to").exists()
+
+
 @pytest.mark.parametrize(
     ("count", "shown"), [(0, "-"), (900, "0.9 KB"), (12_340_000, "12.3 MB"), (84e9, "84.0 GB"), (2e12, "2.0 TB")]
 )
