@@ -45,6 +45,9 @@ ANEW = "start a new job with --new"
 GOALS: tuple[Literal["steps", "epochs"], ...] = ("steps", "epochs")
 
 
+_EXECUTION_KEYS = frozenset(f"train.{name}" for name in EXECUTION_SETTINGS)
+
+
 def changed_keys(job: JobRecord, spec: JobSpec) -> list[str]:
     """The dotted keys in which a spec differs from a job's. Copies of one plug-in file are equal, wherever they are."""
     old, new = (
@@ -57,7 +60,18 @@ def changed_keys(job: JobRecord, spec: JobSpec) -> list[str]:
 def raised_goal(job: JobRecord, spec: JobSpec) -> RaisedGoal | None:
     """The old and the new goal (steps or epochs), if `spec` differs from the job's spec only in a higher goal; None
     otherwise."""
-    old, changed = stored_spec(job.spec), changed_keys(job, spec)
+    return _raised(job, spec, changed_keys(job, spec))
+
+
+def fixed_changes(job: JobRecord, spec: JobSpec) -> tuple[list[str], bool]:
+    """The changed keys that an unfinished job cannot take over, without execution settings, and whether they are only a
+    raised goal."""
+    changed = [key for key in changed_keys(job, spec) if key not in _EXECUTION_KEYS]
+    return changed, _raised(job, spec, changed) is not None
+
+
+def _raised(job: JobRecord, spec: JobSpec, changed: list[str]) -> RaisedGoal | None:
+    old = stored_spec(job.spec)
     what = next((goal for goal in GOALS if changed == [f"flow.{goal}"]), None)
     if what is None:
         return None
@@ -110,7 +124,7 @@ def changed_settings(job: JobRecord, spec: JobSpec) -> JobRecord | None:
     """The job's record with the execution settings of `spec`, if `spec` differs from the job's spec only in these; None
     otherwise."""
     changed = changed_keys(job, spec)
-    if not changed or not {*changed} <= {f"train.{name}" for name in EXECUTION_SETTINGS}:
+    if not changed or not {*changed} <= _EXECUTION_KEYS:
         return None
     theirs = spec.model_dump(mode="json")["train"]
     train = {name: value for name, value in job.spec.get("train", {}).items() if name not in EXECUTION_SETTINGS}

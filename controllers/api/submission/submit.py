@@ -38,6 +38,7 @@ from controllers.api.submission.spec_changes import (
     changed_keys,
     changed_settings,
     extend_job,
+    fixed_changes,
     raised_goal,
 )
 from controllers.job.preparation import check_unchanged
@@ -225,9 +226,10 @@ class Submitter:
                 )
             await change_settings(self._jobs, uid, spec)
             return uid
-        if changes := changed_keys(mirror.job.record, spec):
+        changes, only_goal = fixed_changes(mirror.job.record, spec)
+        if changes:
             changed = ", ".join(changes)
-            first = "Let it finish before you raise its goal. Or use" if raised_goal(mirror.job.record, spec) else "Use"
+            first = "Let it finish before you raise its goal. Or use" if only_goal else "Use"
             raise Conflict(
                 f"job {spec.name!r} is not finished and its spec differs ({changed})",
                 fix=f"{first} --new to end the old job and start a new one, or give the spec another name",

@@ -15,7 +15,13 @@ from controllers.api.edge.errors import Conflict
 from controllers.api.jobs import delete_job
 from controllers.api.run_reader import audit_of_records
 from controllers.api.store_reader import StoreReader
-from controllers.api.submission.spec_changes import change_settings, changed_settings, extend_job, raised_goal
+from controllers.api.submission.spec_changes import (
+    change_settings,
+    changed_settings,
+    extend_job,
+    fixed_changes,
+    raised_goal,
+)
 from gcore.config.load import stored_spec
 from gcore.config.spec import JobSpec
 from gcore.ledger.chain import BINDING_VERSION, job_digest
@@ -236,6 +242,28 @@ def test_only_execution_settings_of_an_unfinished_job_can_change(train: dict[str
     if changed is not None:
         assert stored_spec(changed.spec).train.backend == "fsdp2"
         assert job_digest(changed) == job_digest(record)
+
+
+@pytest.mark.parametrize(
+    ("sections", "keys", "raised"),
+    [
+        pytest.param({"train": {"backend": "fsdp2"}}, [], False, id="settings alone"),
+        pytest.param({"train": {"backend": "fsdp2"}, "flow": {"epochs": 99}}, ["flow.epochs"], True, id="and the goal"),
+        pytest.param(
+            {"train": {"backend": "fsdp2", "learning_rate": 0.5}, "flow": {"epochs": 99}},
+            ["flow.epochs", "train.learning_rate"],
+            False,
+            id="and the goal and a rate",
+        ),
+    ],
+)
+def test_execution_settings_are_not_named_among_the_obstacles(
+    sections: dict[str, Any], keys: list[str], raised: bool
+) -> None:
+    record = JobRecord(uid=UID, name="sums", spec=SPEC, run_dir="/r", created=0.0, prompts=40)
+    tree = SPEC | sections | {"flow": SPEC["flow"] | sections.get("flow", {})}
+    changes, only_goal = fixed_changes(record, stored_spec(tree))
+    assert (sorted(changes), only_goal) == (keys, raised)
 
 
 def test_unfinished_job_is_suspended_at_its_last_checkpoint_and_gets_the_settings_at_once(begun: RecordedJob) -> None:
