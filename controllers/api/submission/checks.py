@@ -13,7 +13,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -54,6 +54,7 @@ from gcore.reward.scorer import reward_functions
 from gcore.rollout.agents.server import try_agent
 from gcore.rollout.environments.pool import try_environment
 from gcore.rollout.environments.tools import TagCallFormat, call_format
+from gcore.system.slots import is_cpu
 from gcore.types import Prompt
 from gcore.worker.sandbox.child import encode_line
 from gcore.worker.sandbox.process import ProcessEnded, SandboxProcess, check_ready
@@ -136,6 +137,17 @@ def check_backend(spec: JobSpec, nodes: Sequence[NodeRecord]) -> None:
         )
     if spec.train.lora is not None and importlib.util.find_spec("peft") is None:
         raise SpecError("PEFT is not installed here", where="train.lora", fix="Install gcore[lora] on every node")
+
+
+def check_offload(spec: JobSpec, slots: Iterable[str]) -> None:
+    """Check that the job gets GPUs if it moves its train state to host memory. Emulated slots need none. Raises SpecError."""
+    named = tuple(slots)
+    if spec.train.offload_state and named and all(map(is_cpu, named)):
+        raise SpecError(
+            "offload_state moves the train state from a GPU to host memory, and all slots are CPU slots",
+            where="train.offload_state",
+            fix="Leave it out, or use slots with GPUs (--slots cuda:N)",
+        )
 
 
 def wanted_engines(spec: JobSpec) -> tuple[tuple[str, str], ...]:

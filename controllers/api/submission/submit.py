@@ -26,6 +26,7 @@ from controllers.api.submission.checks import (
     check_blob_stores,
     check_copies,
     check_engine,
+    check_offload,
     check_ranks,
     check_served_judges,
     check_spans,
@@ -168,6 +169,7 @@ class Submitter:
         check_engine(spec, nodes)
         check_backend(spec, nodes)
         check_blob_stores(spec, nodes)
+        check_offload(spec, (slot for node in nodes for slot in node.slots))
         check_ranks(spec, self._most_slots())
         check_served_judges(spec, nodes)
         check_spans(spec, nodes)

@@ -301,7 +301,8 @@ def validate(
     """Check a spec and its files. Print the resolved spec, statistics of its data, and the processes that `gcore run` would start."""
     import yaml
 
-    from controllers.api.submission.checks import local_warning
+    from controllers.api.submission.checks import check_offload, local_warning
+    from controllers.cli.local import deal_slots
     from controllers.cli.view.data import (
         data_notes,
         first_prompt,
@@ -315,6 +316,7 @@ def validate(
 
     loaded = load_spec(spec, set_ or ())
     planned_processes(loaded, controllers, slots, None)  # Report too few slots before the data are read.
+    check_offload(loaded, (slot for share in deal_slots(slots, controllers) for slot in share))
     checked = check_files(loaded, home, sample)
     processes = planned_processes(loaded, controllers, slots, checked.models)
     prompts = checked.prompts.prompts

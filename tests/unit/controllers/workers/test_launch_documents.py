@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from controllers.api.submission.checks import check_engine, local_warning
+from controllers.api.submission.checks import check_engine, check_offload, local_warning
 from controllers.workers.launch_documents import (
     ENGINE_COMMANDS,
     START_LIMITS_S,
@@ -173,6 +173,21 @@ def test_a_job_that_wants_vllm_is_refused_where_vllm_cannot_do_it() -> None:
     other = parse_spec(turns.model_dump(mode="json") | {"rollout": {"max_new_tokens": 4, "engine": "sglang"}})
     with pytest.raises(SpecError, match=r"placement\.memory: SGLang cannot release its memory on the CPU slots of a"):
         check_engine(other, [node("a", sglang=True)])
+
+
+@pytest.mark.parametrize("slots", [(), ("cuda:0",), ("cpu:0", "cuda:0"), ("emulated:0", "emulated:1")])
+def test_train_state_may_move_to_host_memory_where_there_may_be_gpus(slots: tuple[str, ...]) -> None:
+    check_offload(offloading(), slots)
+
+
+def test_train_state_cannot_move_to_host_memory_on_cpu_slots() -> None:
+    with pytest.raises(SpecError, match=r"train\.offload_state: .*all slots are CPU slots\. Leave it out"):
+        check_offload(offloading(), ("cpu:0", "cpu:1-3"))
+    check_offload(spec(), ("cpu:0",))
+
+
+def offloading() -> JobSpec:
+    return parse_spec(spec().model_dump(mode="json") | {"train": {"backend": "fsdp2", "offload_state": True}})
 
 
 def test_validation_only_warns_for_the_job_may_run_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
