@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +145,46 @@ def require_adapter_config(folder: Path) -> dict[str, Any]:
             fix="Merge it into its model, and use the merged model",
         )
     return config
+
+
+Stamp = tuple[int, int, int]
+"""Size in bytes, time of the last change in nanoseconds, and inode of a file."""
+
+
+@dataclass(frozen=True, slots=True)
+class BaseFiles:
+    """The weight files of a base model as they were when a process loaded it. Adapters belong to these files, and some steps
+    read them again."""
+
+    stamps: Mapping[Path, Stamp]
+
+    @classmethod
+    def of(cls, folder: Path) -> BaseFiles:
+        """Look at the files of the model in `folder`. Raises OSError, and ModelError if files are missing."""
+        return cls({path: _stamp(path) for path in weight_files(folder)})
+
+    @classmethod
+    def found(cls, folder: Path) -> BaseFiles | None:
+        """Like `of`; None if files are missing, which whoever loads the model reports."""
+        try:
+            return cls.of(folder)
+        except (OSError, DataError):
+            return None
+
+    def check(self) -> None:
+        """Raise DataError if a file was changed or replaced since then, and OSError if one is missing. Reads no file."""
+        for path, stamp in self.stamps.items():
+            if _stamp(path) != stamp:
+                raise DataError(
+                    "the base model of the adapters changed while the job runs",
+                    where=str(path),
+                    fix="Restore the file, and resume the job from its last checkpoint",
+                )
+
+
+def _stamp(path: Path) -> Stamp:
+    found = path.stat()
+    return found.st_size, found.st_mtime_ns, found.st_ino
 
 
 def _is_file_name(name: str) -> bool:

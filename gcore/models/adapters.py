@@ -19,8 +19,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from gcore.errors import DataError, EngineError
-from gcore.models.adapter_checks import DOWN, UP, check_pairs, require_adapter_config
+from gcore.errors import DataError, EngineError, explain_os_errors
+from gcore.models.adapter_checks import DOWN, UP, BaseFiles, check_pairs, require_adapter_config
 from gcore.models.checks import weight_files
 from gcore.models.dtypes import CODES, FLOATS, model_dtype
 from gcore.models.layout import ADAPTER_FILE, ADAPTER_PREFIX, TensorShape, hash_files
@@ -171,13 +171,21 @@ def merged_tensors(
         raise _foreign(base, min(left))
 
 
-def adapted_tensors(base: Path, folder: Path) -> Iterator[NamedTensor]:
+def adapted_tensors(base: Path, folder: Path, loaded: BaseFiles | None = None) -> Iterator[NamedTensor]:
     """Yield the base model's tensors with the adapters in `folder` added, bit for bit as a train rank publishes them.
 
-    Raises DataError.
+    `loaded`: the base's files when the process loaded it; None: they may have changed. Raises DataError.
     """
     config, adapters = read_adapter(folder)
-    return merged_tensors(base, adapters, config.alpha / config.rank, model_dtype(base))
+    yield from merged_tensors(base, adapters, config.alpha / config.rank, model_dtype(base))
+    if loaded is not None:
+        check_unchanged(loaded)
+
+
+def check_unchanged(base: BaseFiles) -> None:
+    """Raise DataError if a base model's files changed or are missing since a process loaded it."""
+    with explain_os_errors("cannot read a file of the adapters' base model", DataError, fix="Restore the model"):
+        base.check()
 
 
 def describe_base(folder: Path, tick: Callable[[int], None] = lambda _: None) -> bytes:

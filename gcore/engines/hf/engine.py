@@ -49,6 +49,7 @@ from gcore.engines.torch.prefill import PromptPrefill, logit_positions, record_l
 from gcore.engines.torch.sampler import BatchSamplingParams, ForbiddenTokens, sample, token_logprobs, top_logprobs
 from gcore.engines.torch.scheduler import BELOW_ONE
 from gcore.errors import DataError, EngineError, UsageError, one_line
+from gcore.models.adapter_checks import BaseFiles
 from gcore.models.checks import check_code, require_config
 from gcore.system.control_line import ControlLine
 from gcore.system.memory import is_out_of_memory
@@ -71,6 +72,8 @@ class HfModel:
     vocabulary: int
     context: int
     end_tokens: tuple[int, ...]
+    base: BaseFiles | None = None
+    """The folder's weight files when the model was loaded; None: updates add no adapter to them."""
     pads: bool = True
     """Whether rows of different lengths can share a call."""
     asleep: bool = False
@@ -368,6 +371,7 @@ def load_model(launch: EngineLaunch, text: Detokenizer | None) -> HfModel:
     folder, device = Path(launch.model), torch.device(device_of(launch))
     config = require_config(folder)
     check_code(config, trusted=launch.trust_remote_code, where=launch.model)
+    base = BaseFiles.found(folder)
     module = load_module(AutoModelForCausalLM, folder, DTYPES[launch.dtype], trust_remote_code=launch.trust_remote_code)
     # The model's defaults (penalties, sampling, end tokens) would change what `generate` hands out.
     module.generation_config = GenerationConfig()
@@ -381,6 +385,7 @@ def load_model(launch: EngineLaunch, text: Detokenizer | None) -> HfModel:
         inner.vocab_size,
         context_length(inner, launch.context_length),
         end_tokens(folder, config, lambda token: None if text is None else text.token_id(token)),
+        base,
     )
     prompts = [[(7 * n + i) % model.vocabulary for i in range(n)] for n in TRIED]
     try:

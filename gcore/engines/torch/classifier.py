@@ -56,6 +56,7 @@ from gcore.engines.torch.model import (
 from gcore.engines.torch.scheduler import IDLE_TOKENS
 from gcore.engines.torch.weight_routes import WeightRoutes
 from gcore.errors import DataError, EngineError, one_line
+from gcore.models.adapter_checks import BaseFiles
 from gcore.models.checks import check_classifier, check_code, require_config
 from gcore.system.clock import Clock
 
@@ -159,6 +160,8 @@ class Classifier:
     vocabulary: int
     context: int
     """Context length in tokens. A question must be shorter, as in a generating engine."""
+    base: BaseFiles | None = None
+    """The folder's weight files when the model was loaded; None: updates add no adapter to them."""
     pads: bool = True
     """Whether questions of different lengths can share a pass."""
     asleep: bool = False

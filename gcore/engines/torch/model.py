@@ -30,6 +30,7 @@ from gcore.engines.torch.attention import NAME, EngineAttention
 from gcore.engines.torch.fast_path import FastDecodeStep, patch_norms
 from gcore.engines.torch.kv_cache import CacheShape
 from gcore.errors import DataError, EngineError, UsageError, one_line
+from gcore.models.adapter_checks import BaseFiles
 from gcore.models.adapters import adapted_tensors, check_fit
 from gcore.models.checks import check_code, require_config
 from gcore.models.layout import ADAPTER_FILE
@@ -116,6 +117,8 @@ class Model:
     """Whether the weights are released."""
     adapters: RowAdapters | None = None
     """Adapters at run time; None: weight updates add the policy's adapter to the weights."""
+    base: BaseFiles | None = None
+    """The folder's weight files when the model was loaded, to which updates add the policy's adapter."""
     vision: PictureFeatures | None = None
     """Runs the vision tower; None: the model has none."""
     forbidden: torch.Tensor | None = None
@@ -229,6 +232,7 @@ def load_model(
     config = require_config(folder)
     check_code(config, trusted=trust_remote_code, where=str(folder))
     eager: Any = {"text_config": "eager", "vision_config": "sdpa"} if has_vision(config) else "eager"
+    base = BaseFiles.found(folder)
     module = load_module(
         auto_class(config), folder, DTYPES[dtype], trust_remote_code=trust_remote_code, attn_implementation=eager
     )
@@ -266,6 +270,7 @@ def load_model(
         trusted=trust_remote_code,
         cache_name="cache_params" if "cache_params" in parameters else "past_key_values",
         adapters=RowAdapters(module, adapters) if adapters else None,
+        base=base,
         vision=vision,
         forbidden=torch.tensor(media, device=place) if media else None,
     )
@@ -343,6 +348,7 @@ class LoadedModel(Protocol):
 
     module: Any
     folder: Path
+    base: BaseFiles | None
     asleep: bool
 
     @property
@@ -381,7 +387,7 @@ def stage_weights(model: LoadedModel, folder: Path) -> StagedWeights:
         adapts = (folder / ADAPTER_FILE).is_file()
         if adapts:
             # The base's files may have more tensors than the module, such as tables of positions.
-            adapted = adapted_tensors(model.folder, folder)
+            adapted = adapted_tensors(model.folder, folder, model.base)
             tensors.update((one.name, one.tensor) for one in adapted if one.name in own)
         for file in () if adapts else files:
             with safe_open(file, framework="pt") as weights:

@@ -32,6 +32,7 @@ from gcore.engines.torch.engine import GeneratorBase
 from gcore.engines.torch.kv_cache import CacheShape
 from gcore.engines.torch.model import StagedWeights, check_awake
 from gcore.errors import EngineError
+from gcore.models.adapter_checks import BaseFiles
 from gcore.models.adapters import adapted_tensors, check_fit, meta_tensors
 from gcore.models.layout import ADAPTER_FILE
 
@@ -61,6 +62,8 @@ class ServedModel:
     """The model's configuration, as transformers has it."""
     shape: CacheShape
     """Dtype and device of the weights; vLLM keeps the layers of its KV cache to itself."""
+    base: BaseFiles | None = None
+    """The folder's weight files before vLLM loaded them; None: they may change."""
     asleep: bool = False
     module: Any = field(init=False, repr=False)
     """This object: stands for a module where its tensors' names and shapes are checked."""
@@ -252,7 +255,7 @@ class VllmCore(GeneratorBase):
         """
         check_awake(self._served)
         if (folder / ADAPTER_FILE).is_file():
-            adapted = {one.name: one.tensor for one in adapted_tensors(self._served.folder, folder)}
+            adapted = {one.name: one.tensor for one in adapted_tensors(self._served.folder, folder, self._served.base)}
             check_fit(self._served.tensors, adapted, folder, TIED)
             return StagedWeights(adapted)
         check_fit(self._served.tensors, meta_tensors(folder), folder, TIED)

@@ -24,6 +24,7 @@ from gcore.engines.vllm.command import CPU_CACHE_TOKENS, engine_words
 from gcore.engines.vllm.core import ServedModel, VllmCore, VllmLimits
 from gcore.engines.vllm.sampling import SAMPLING, install_sampler
 from gcore.errors import DataError, EngineError, UsageError, one_line
+from gcore.models.adapter_checks import BaseFiles
 from gcore.models.adapters import meta_tensors
 from gcore.models.checks import check_code, require_config
 
@@ -103,6 +104,7 @@ def start_vllm(launch: VllmLaunch, text: Detokenizer | None) -> VllmCore:
         limit_cache(settings, launch.cache_tokens)
     vocabulary = int(settings.model_config.get_vocab_size())
     check_vocabulary(text, vocabulary, folder)
+    base = BaseFiles.found(folder)
     try:
         client = InprocClient(settings, Executor.get_class(settings), log_stats=False)
     except (ValueError, RuntimeError, NotImplementedError) as error:
@@ -119,6 +121,7 @@ def start_vllm(launch: VllmLaunch, text: Detokenizer | None) -> VllmCore:
         end_tokens(folder, config, lambda token: None if text is None else text.token_id(token)),
         settings.model_config.hf_config,
         CacheShape((), DTYPES[launch.dtype], torch.device(launch.device)),
+        base,
     )
     limits = VllmLimits(
         launch.batch_slots,

@@ -11,6 +11,7 @@ checkpoint is due while the previous one is still being written, all ranks wait 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -23,8 +24,10 @@ from torch import Tensor
 
 from gcore.config.train import LoraSpec
 from gcore.errors import DataError
+from gcore.models.adapter_checks import BaseFiles
 from gcore.models.adapters import (
     AdapterConfig,
+    check_unchanged,
     describe_base,
     file_shapes,
     merged_tensors,
@@ -33,7 +36,6 @@ from gcore.models.adapters import (
     stored_shapes,
     tensor_bytes,
 )
-from gcore.models.checks import weight_files
 from gcore.models.dtypes import CODES, model_dtype
 from gcore.models.hubs import ADAPTER_CONFIG
 from gcore.models.layout import (
@@ -215,8 +217,18 @@ class MergedModel:
     The sum is computed in float32 from the base model's files and rounded once.
     """
 
-    def __init__(self, policy: TrainBackend, lora: LoraSpec, base: Path, dtype: torch.dtype, highest: Highest) -> None:
-        """`highest`: maximum of each number over the ranks."""
+    def __init__(
+        self,
+        policy: TrainBackend,
+        lora: LoraSpec,
+        base: Path,
+        dtype: torch.dtype,
+        highest: Highest,
+        loaded: BaseFiles | None = None,
+    ) -> None:
+        """`highest`: maximum of each number over the ranks. `loaded`: the base's files when the rank loaded it; None: as they
+        are now."""
+        self._loaded = BaseFiles.of(base) if loaded is None else loaded
         self._policy = policy
         self._highest = highest
         self._scale = lora.scale
@@ -224,7 +236,8 @@ class MergedModel:
         self._dtype = dtype
 
     def shapes(self) -> Mapping[str, TensorShape]:
-        """As in the base model's files, floating-point tensors in the served dtype."""
+        """As in the base model's files, floating-point tensors in the served dtype. Raises DataError if these changed."""
+        check_unchanged(self._loaded)
         return served_shapes(stored_shapes(self._base), self._dtype)
 
     def tensors(self, *, writes: bool, tell: Callable[[], None]) -> Iterator[NamedTensor]:
@@ -238,6 +251,7 @@ class MergedModel:
             for merged in merged_tensors(self._base, adapters, self._scale, self._dtype):
                 yield merged
                 self._highest([0.0])
+            check_unchanged(self._loaded)
         else:
             for _ in stored_shapes(self._base):
                 self._highest([0.0])
@@ -274,7 +288,9 @@ class FolderPublisher:
         writer: BackgroundWriter,
         insisting: RetryingWriter,
         highest: Highest,
+        base: BaseFiles | None = None,
     ) -> None:
+        """`base`: files of the adapters' base model when the rank loaded it; None: as they are now."""
         self._launch = launch
         lora, dtype = launch.spec.train.lora, model_dtype(launch.model_path)
         self._adapters: AdapterConfig | None = None
@@ -283,19 +299,24 @@ class FolderPublisher:
         if lora is None:
             self._served = WholeModel(model, dtype)
         elif lora.publish == "merged":
-            self._served = MergedModel(model, lora, launch.model_path, dtype, highest)
+            self._served = MergedModel(model, lora, launch.model_path, dtype, highest, base)
         else:
             self._served = AdaptersAlone(model)
             self._adapters = adapter_config(model.module, lora, launch.model_path)
+        self._loaded = BaseFiles({})
+        """The files of the adapters' base model; none without adapters, or if another rank writes."""
         self._writes = launch.rank == 0
+        if lora is not None and self._writes:
+            self._loaded = base or BaseFiles.of(launch.model_path)
         self._writer = writer
         self.insisting = insisting
         self._highest = highest
 
     def stage(self, version: Version, tell: Callable[[], None]) -> FolderUpdate:
         """Write the current weights to the folder of `version`, with retries on disk errors. A collective. Raises
-        WriteRefused.
+        WriteRefused, and DataError if the adapters' base model changed.
         """
+        _end_on_change(self._loaded)
         target = weights_folder(self._launch.run_path, version)
         what = f"the weights of step {version.step}"
         self.insisting.until_taken(what, target.parent, lambda: self._stage(target, tell), self._highest, tell)
@@ -346,16 +367,20 @@ class CheckpointWriter:
         policy: TrainBackend,
         critic: TrainBackend | None = None,
         writer: BackgroundWriter | None = None,
+        base: BaseFiles | None = None,
     ) -> None:
+        """`base`: as of `FolderPublisher`."""
         self._launch = launch
         self._writes = launch.rank == 0
         lora = launch.spec.train.lora
         self._base = b""
         """Digests of the adapters' base model, once the first checkpoint is written."""
-        self._base_bytes = 0
-        """Size of the base model's weights, which the first checkpoint reads; taken while they are known to be there."""
+        self._loaded = BaseFiles({})
+        """The files of the adapters' base model when the rank loaded it; none without adapters, or if another rank writes."""
         if lora is not None and self._writes:
-            self._base_bytes = sum(path.stat().st_size for path in weight_files(launch.model_path))
+            self._loaded = base or BaseFiles.of(launch.model_path)
+        self._base_bytes = sum(size for size, _, _ in self._loaded.stamps.values())
+        """Size of the base model's weights, which the first checkpoint reads."""
         self._adapters = None if lora is None else adapter_config(policy.module, lora, launch.model_path)
         self._copies = [
             _Model("", HostSnapshot(policy, MODEL_FILE if lora is None else ADAPTER_FILE), launch.model_path)
@@ -395,6 +420,7 @@ class CheckpointWriter:
             for model in self._copies:
                 model.copy.take_part(tell)
             return
+        _end_on_change(self._loaded)
         taken = [(model, model.copy.take(tell)) for model in self._copies]
         fields = {
             "job_uid": self._launch.job_uid,
@@ -417,7 +443,10 @@ class CheckpointWriter:
                 files |= {model.prefix + name: entry for name, entry in _copied(model.source, inner)}
             if self._adapters is not None:
                 if not self._base:
-                    self._base = describe_base(self._launch.model_path, tick)
+                    self._loaded.check()
+                    described = describe_base(self._launch.model_path, tick)
+                    self._loaded.check()
+                    self._base = described
                 for name, data in ((ADAPTER_CONFIG, self._adapters.encode()), (BASE_FILE, self._base)):
                     (folder / name).write_bytes(data)
                     files[name] = file_entry(folder / name)
@@ -425,6 +454,12 @@ class CheckpointWriter:
 
         total = sum(one.nbytes for _, copies in taken for one in copies)
         self.writer.begin(version, total if self._base else total + self._base_bytes, fill, insist=insist)
+
+
+def _end_on_change(base: BaseFiles) -> None:
+    """Raise DataError if a file of the base model changed. A missing file is an error only for what reads it."""
+    with contextlib.suppress(OSError):
+        base.check()
 
 
 @dataclass(frozen=True, slots=True)

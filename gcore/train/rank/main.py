@@ -35,7 +35,7 @@ from gcore.api.v1 import train_pb2_grpc
 from gcore.config.train import STORED
 from gcore.errors import GcoreError
 from gcore.ledger.balance import content_sha256
-from gcore.models.adapter_checks import check_same_base
+from gcore.models.adapter_checks import BaseFiles, check_same_base
 from gcore.models.layout import BASE_FILE, Manifest, has_critic, read_manifest, verify_checkpoint
 from gcore.system.clock import Clock
 from gcore.system.control_line import ControlLine
@@ -143,6 +143,7 @@ def load_rank(
         tell("loading")
 
     copies = None if launch.start.state is None else ReplicaRestore(launch, launch.start.state, collective, loading)
+    base = None if launch.spec.train.lora is None else BaseFiles.of(launch.model_path)
     models = _models(launch, collective, tell, None if copies is None else copies.fill)
     progress = UpdateCounts(0, 0)
     folder = launch.checkpoint_path
@@ -156,8 +157,8 @@ def load_rank(
         progress = UpdateCounts.of(manifest)
     elif copies is None:
         log.info("training starts from %s; Adam's moments are zero", launch.model_path)
-    saver = CheckpointWriter(launch, models.policy, models.critic, writer)
-    publisher = FolderPublisher(launch, models.policy, saver.writer, saver.insisting, collective.max)
+    saver = CheckpointWriter(launch, models.policy, models.critic, writer, base)
+    publisher = FolderPublisher(launch, models.policy, saver.writer, saver.insisting, collective.max, base)
     publisher.stage(Version(launch.lineage, launch.start.step), loading)
     loading()
     copier = StateReplicator(launch, collective, models)

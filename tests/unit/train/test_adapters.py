@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from transformers import AutoModelForCausalLM
 from gcore.config.train import LoraSpec
 from gcore.engines.torch.model import stage_weights
 from gcore.errors import DataError, SpecError
-from gcore.models.adapter_checks import check_adapter, check_same_base
+from gcore.models.adapter_checks import BaseFiles, check_adapter, check_same_base
 from gcore.models.adapters import (
     AdapterConfig,
     describe_base,
@@ -259,6 +260,62 @@ def test_the_first_checkpoint_reads_the_base_with_progress_and_its_absence_costs
     assert first.total - next_.total == (model / "model.safetensors").stat().st_size
     assert saver.writer.saved is not None
     check_same_base(model, tmp_path / "run" / saver.writer.saved.file, "")
+
+
+def change_in_place(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(bytes(data))
+
+
+def replace_by_copy(path: Path) -> None:
+    stamp = path.stat()
+    copy = path.with_suffix(".new")
+    change_in_place(shutil.copyfile(path, copy))
+    os.utime(copy, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
+    copy.replace(path)
+
+
+CHANGED = r"model\.safetensors: the base model of the adapters changed while the job runs\. Restore"
+
+
+@pytest.mark.parametrize("publish", ["merged", "adapter"])
+@pytest.mark.parametrize("change", [change_in_place, replace_by_copy])
+def test_a_step_ends_if_the_base_changed_since_the_rank_loaded_it(
+    tmp_path: Path, change: Callable[[Path], None], publish: str
+) -> None:
+    model = make_tiny_model(tmp_path / "model")
+    launch, base, module = launch_of(model, tmp_path / "run", publish), BaseFiles.of(model), adapted(model)
+    change(model / "model.safetensors")
+    writer = BackgroundWriter(launch.run_path, launch.world)
+    insisting = RetryingWriter(writer.hindered, 60.0)
+    publisher = FolderPublisher(launch, Trained(module), writer, insisting, list, base)  # type: ignore[arg-type]
+    with pytest.raises(DataError, match=CHANGED):
+        publisher.stage(Version(0, 1), lambda: None)
+    assert not (launch.run_path / "weights" / "0-1").exists()
+    saver = CheckpointWriter(launch, Trained(module), base=base)  # type: ignore[arg-type]
+    with pytest.raises(DataError, match=CHANGED):
+        saver.checkpoint(Version(0, 1), UpdateCounts(1, 0), lambda: None)
+
+
+def test_a_merge_ends_if_the_base_changes_while_it_is_read(tmp_path: Path) -> None:
+    model = make_tiny_model(tmp_path / "model")
+    served = MergedModel(Trained(adapted(model)), LORA, model, torch.float32, list)  # type: ignore[arg-type]
+    tensors = served.tensors(writes=True, tell=lambda: None)
+    next(tensors)
+    os.utime(model / "model.safetensors", ns=(1, 1))
+    with pytest.raises(DataError, match=CHANGED):
+        list(tensors)
+
+
+@pytest.mark.parametrize("change", [change_in_place, replace_by_copy])
+def test_an_engine_adds_no_adapter_to_a_base_that_changed(tmp_path: Path, change: Callable[[Path], None]) -> None:
+    model = make_tiny_model(tmp_path / "model")
+    core, folder = make_core(model), saved(adapted(model), tmp_path / "adapter", model)
+    stage_weights(core.model, folder)
+    change(model / "model.safetensors")
+    with pytest.raises(DataError, match=CHANGED):
+        stage_weights(core.model, folder)
 
 
 def test_a_world_does_not_continue_adapters_on_another_base(tmp_path: Path) -> None:
