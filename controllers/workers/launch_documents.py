@@ -54,8 +54,13 @@ class LaunchDocument:
     start_limit_s: float = START_LIMITS_S["torch"]
 
 
-def engine_document(spec: JobSpec, place: EnginePlace, config: NodeConfig) -> LaunchDocument:
-    """The launch document of an engine, for the policy or for a judge, on slots of the node of `config`. Raises EngineMissing."""
+def engine_document(
+    spec: JobSpec, place: EnginePlace, config: NodeConfig, adapter_digests: Mapping[str, str] = {}
+) -> LaunchDocument:
+    """The launch document of an engine, for the policy or for a judge, on slots of the node of `config`. Raises EngineMissing.
+
+    `adapter_digests`: as of `JobRecord`.
+    """
     judge = next((one for one in spec.judges if one.name == place.judge), None)
     model, serving = (spec.model, spec.rollout) if judge is None else (judge.model, judge.serving)
     assert model is not None
@@ -81,6 +86,7 @@ def engine_document(spec: JobSpec, place: EnginePlace, config: NodeConfig) -> La
         document |= {"kind": "engine", "deterministic": deterministic}
         if judge is None and spec.judge_adapters:
             document["adapters"] = spec.judge_adapters
+            document["adapter_digests"] = dict(adapter_digests)
         command = ENGINE_COMMANDS[serving.engine]
     else:
         environment = ENVIRONMENTS[serving.engine]

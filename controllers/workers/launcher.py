@@ -237,7 +237,7 @@ class WorkerLauncher:
         if isinstance(action, StartEngine):
             judge = action.place.judge
             role, world, rank = "reward" if judge else "rollout", None, None
-            child = engine_document(view.spec, action.place, self._config)
+            child = engine_document(view.spec, action.place, self._config, view.job.adapter_digests)
             if self._blobs is not None and child.document["kind"] == "engine" and uses_pictures(view.spec):
                 child = replace(child, document={**child.document, "blobs": str(self._blobs.job_folder(uid))})
         else:

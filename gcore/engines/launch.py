@@ -84,6 +84,9 @@ class EngineLaunch(FrontEndLaunch):
     adapters: Annotated[dict[str, str], BeforeValidator(_named_folders)] = Field(
         {}, description="NAME=FOLDER,...: adapters that requests may name (torch engine)"
     )
+    adapter_digests: Annotated[dict[str, str], BeforeValidator(_named_folders)] = Field(
+        {}, description="NAME=SHA256,...: digests that the adapters must have; default: not checked"
+    )
     blobs: str = Field("", description="folder of pictures that requests may name (torch engine); default: none")
 
 

@@ -10,9 +10,10 @@ from typing import Any
 
 from gcore.config.train import OUTPUT_LAYER
 from gcore.errors import DataError, explain_os_errors
-from gcore.models.checks import check_weight_file, matrix_shapes, weight_files
+from gcore.models.checks import matrix_shapes, weight_files
 from gcore.models.hubs import ADAPTER_CONFIG
-from gcore.models.layout import ADAPTER_FILE, ADAPTER_PREFIX, BASE_FILE, TensorShape, hash_files
+from gcore.models.layout import ADAPTER_FILE, ADAPTER_PREFIX, BASE_FILE, hash_files
+from gcore.models.tensors import TensorShape, check_weight_file
 from gcore.system.files import read_json_file
 
 
@@ -165,7 +166,7 @@ class BaseFiles:
 
     @classmethod
     def found(cls, folder: Path) -> BaseFiles | None:
-        """Like `of`; None if files are missing, which whoever loads the model reports."""
+        """Like `of`; None if files are missing; loading the model reports that."""
         try:
             return cls.of(folder)
         except (OSError, DataError):

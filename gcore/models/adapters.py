@@ -23,8 +23,9 @@ from gcore.errors import DataError, EngineError, explain_os_errors
 from gcore.models.adapter_checks import DOWN, UP, BaseFiles, check_pairs, require_adapter_config
 from gcore.models.checks import weight_files
 from gcore.models.dtypes import CODES, FLOATS, model_dtype
-from gcore.models.layout import ADAPTER_FILE, ADAPTER_PREFIX, TensorShape, hash_files
+from gcore.models.layout import ADAPTER_FILE, ADAPTER_PREFIX, hash_files
 from gcore.models.publisher import NamedTensor
+from gcore.models.tensors import TensorShape
 from gcore.system.files import check_regular_file
 
 _OWN = ".default."

@@ -11,19 +11,15 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import json
-import math
-import os
 import re
-import struct
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from gcore.errors import DataError, SpecError
 from gcore.models.hubs import ADAPTER_CONFIG, INDEX, WHOLE, ModelError
-from gcore.models.layout import BITS, TensorShape
-from gcore.system.files import check_regular_file, read_json_file
+from gcore.models.tensors import check_weight_file
+from gcore.system.files import read_json_file
 
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 """File types of pickled weights."""
@@ -141,7 +137,6 @@ def _table_of_models() -> str | None:
     return text[begin : text.find("\n)\n", begin)] if begin >= 0 else None
 
 
-MAX_HEADER_BYTES = 100_000_000
 _FIX = "Copy or download it again; it is incomplete"
 
 
@@ -243,83 +238,6 @@ def _files_of_index(index: Path) -> list[str]:
             fix="Copy or download the model again",
         )
     return files
-
-
-def check_weight_file(path: Path) -> Mapping[str, TensorShape]:
-    """Return dtype and shape of each tensor in a safetensors file, by name. Does not read the tensors.
-
-    Raises ModelError unless `path` is a complete safetensors file that the safetensors library accepts.
-    """
-    try:
-        check_regular_file(path)
-        with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            prefix = file.read(8)
-            length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else size
-            header = file.read(length) if 8 + length <= min(size, MAX_HEADER_BYTES) else b""
-    except OSError as error:
-        reason = (error.strerror or type(error).__name__).lower()
-        raise ModelError(
-            f"cannot read the weights ({reason})",
-            where=str(path),
-            fix="Copy or download it again, and make it readable",
-        ) from error
-    if header.startswith(b"{"):
-        tensors = _read_header(header, path)
-        expected = 8 + length + max((one.end for one in tensors.values()), default=0)
-        if size < expected:
-            raise ModelError(f"the file is cut off: it has {size} of {expected} bytes", where=str(path), fix=_FIX)
-        if size == expected:
-            _check_spans(tensors, path)
-            return {name: one.tensor for name, one in tensors.items()}
-    elif length < MAX_HEADER_BYTES and 8 + length > size:
-        raise ModelError(f"the file is cut off: it has {size} bytes, not even its header", where=str(path), fix=_FIX)
-    raise ModelError("the file is not a safetensors file", where=str(path), fix="Save the model again")
-
-
-class _StoredTensor(NamedTuple):
-    """A tensor in a safetensors file: where its bytes begin and end, counted from the end of the header."""
-
-    tensor: TensorShape
-    begin: int
-    end: int
-
-
-def _read_header(header: bytes, path: Path) -> Mapping[str, _StoredTensor]:
-    found, name = {}, ""
-    try:
-        for name, one in json.loads(header.decode()).items():
-            name.encode()
-            if name == "__metadata__":
-                if one is not None and any(type(value) is not str for value in one.values()):
-                    raise ValueError("the metadata are no strings")
-                continue
-            dtype, shape, (begin, end) = one["dtype"], one["shape"], one["data_offsets"]
-            if dtype not in BITS or type(shape) is not list:
-                raise ValueError("its dtype or shape is unknown")
-            if any(type(number) is not int or number < 0 for number in (*shape, begin, end)):
-                raise ValueError("a size is not a whole number")
-            found[name] = _StoredTensor(TensorShape(dtype, tuple(shape)), begin, end)
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        where = f" (tensor {name!r:.80})" if name else ""
-        raise ModelError(
-            f"cannot read the header of the safetensors file{where}", where=str(path), fix="Save the model again"
-        ) from error
-    return found
-
-
-def _check_spans(tensors: Mapping[str, _StoredTensor], path: Path) -> None:
-    """Raise ModelError unless the tensors follow each other without gaps, and each has the bytes of its dtype and shape."""
-    expected = 0
-    for name, (tensor, begin, end) in sorted(tensors.items(), key=lambda item: item[1][1:]):
-        if begin != expected or 8 * (end - begin) != BITS[tensor.dtype] * math.prod(tensor.shape):
-            raise ModelError(
-                f"tensor {name!r:.80} ({tensor.dtype} {list(tensor.shape)}) has bytes {begin} to {end} in the file's header, "
-                f"and should have {tensor.nbytes} bytes from {expected}",
-                where=str(path),
-                fix="Save the model again",
-            )
-        expected = end
 
 
 HEAD = "ForSequenceClassification"

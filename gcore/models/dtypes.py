@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from gcore.models.layout import Dtype
+from gcore.models.tensors import Dtype
 from gcore.system.files import read_json_file
 
 CODES: Mapping[torch.dtype, Dtype] = {

@@ -16,21 +16,18 @@ reveals later damage before a job rolls back to it.
 from __future__ import annotations
 
 import hashlib
-import json
-import math
 import os
 import shutil
-import struct
 import threading
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, Self
+from typing import Self
 
 from gcore.errors import DataError, GcoreError, explain_os_errors
 from gcore.models.hubs import ADAPTER_CONFIG
+from gcore.models.tensors import TensorShape, header_bytes
 from gcore.schema import Record, RecordPart, UnreadableRecord
 from gcore.system.files import check_regular_file, sweep_drafts
 from gcore.types import CHECKPOINTS, Version, checkpoint_file
@@ -275,6 +272,12 @@ def hash_files(paths: Collection[Path], tick: Callable[[int], None] = lambda _: 
             ended.set()
 
 
+def adapter_digest(folder: Path) -> str:
+    """Return the SHA-256 over the digests of an adapter's configuration and weights, 64 hex digits. Raises OSError."""
+    digests = hash_files([folder / ADAPTER_CONFIG, folder / ADAPTER_FILE])
+    return hashlib.sha256("".join(digests.values()).encode()).hexdigest()
+
+
 def read_manifest(folder: Path) -> Manifest:
     """Read the manifest of a checkpoint without checking its files. Raises CheckpointDamaged."""
     path = folder / MANIFEST_FILE
@@ -337,36 +340,6 @@ def versions_in(folder: Path) -> frozenset[Version]:
     return frozenset(found)
 
 
-Dtype = Literal[
-    "C64", "F64", "F32", "BF16", "F16", "F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F8_E8M0", "F6_E2M3",
-    "F6_E3M2", "F4", "I64", "I32", "I16", "I8", "U64", "U32", "U16", "U8", "BOOL"
-]  # fmt: skip
-"""Name of a dtype in a safetensors file."""
-
-BITS: Mapping[Dtype, int] = {
-    **dict.fromkeys(("C64", "F64", "I64", "U64"), 64),
-    **dict.fromkeys(("F32", "I32", "U32"), 32),
-    **dict.fromkeys(("BF16", "F16", "I16", "U16"), 16),
-    **dict.fromkeys(("F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F8_E8M0", "I8", "U8", "BOOL"), 8),
-    **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
-    "F4": 4,
-}
-"""Bits per element of each dtype (safetensors 0.8)."""
-
-
-@dataclass(frozen=True, slots=True)
-class TensorShape:
-    """Dtype and shape of a tensor in a safetensors file."""
-
-    dtype: Dtype
-    shape: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Size in the file, in bytes."""
-        return BITS[self.dtype] * math.prod(self.shape) // 8
-
-
 class TensorsFile:
     """Writes a safetensors file tensor by tensor, so that no process needs a complete model in memory.
 
@@ -386,7 +359,7 @@ class TensorsFile:
         self._size = 0
         self._unforced = 0
         self._file = path.open("wb")
-        self._put(_header(tensors))
+        self._put(header_bytes(tensors))
 
     def __enter__(self) -> Self:
         return self
@@ -439,15 +412,3 @@ class TensorsFile:
         if self._hashed:
             self._digest.update(data)
         self._size += memoryview(data).nbytes
-
-
-def _header(tensors: Mapping[str, TensorShape]) -> bytes:
-    fields: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for name, tensor in tensors.items():
-        end = offset + tensor.nbytes
-        fields[name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [offset, end]}
-        offset = end
-    text = json.dumps(fields, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # align the tensors to eight bytes
-    return struct.pack("<Q", len(text)) + text

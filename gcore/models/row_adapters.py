@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from gcore.errors import DataError
+from gcore.errors import DataError, explain_os_errors
 from gcore.models.adapter_checks import DOWN, UP
 from gcore.models.adapters import read_adapter
-from gcore.models.layout import ADAPTER_PREFIX
+from gcore.models.layout import ADAPTER_PREFIX, adapter_digest
 
 POLICY = 0
 """Number of the policy's adapter."""
@@ -62,11 +62,27 @@ class _AdaptedLayer:
         return y
 
 
+def _check_digest(name: str, folder: Path, digest: str) -> None:
+    fix = "Restore the folder, or start a new job with this judge"
+    with explain_os_errors(f"cannot read the adapter of judge {name!r}", DataError, where=folder, fix=fix):
+        found = adapter_digest(folder)
+    if found != digest:
+        raise DataError(
+            f"the adapter of judge {name!r} changed since the job was submitted (digest {found[:12]}, not {digest[:12]})",
+            where=str(folder),
+            fix=fix,
+        )
+
+
 class RowAdapters:
     """The adapters on one model. `names`: numbers of the judges' adapters, by name."""
 
-    def __init__(self, module: Any, folders: Mapping[str, Path]) -> None:
-        """Read the judges' adapters and prepare the layers. Raises DataError if one does not fit the model."""
+    def __init__(self, module: Any, folders: Mapping[str, Path], digests: Mapping[str, str] = {}) -> None:
+        """Read the judges' adapters and prepare the layers. Raises DataError if one does not fit the model, or has another
+        digest (`gcore.models.layout.adapter_digest`) than in `digests`."""
+        for name, digest in digests.items():
+            if name in folders:
+                _check_digest(name, folders[name], digest)
         self._linear = {
             name: layer
             for name, layer in module.named_modules()

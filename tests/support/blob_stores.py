@@ -7,6 +7,7 @@ import json
 import os
 import socket
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,13 @@ TIMEOUT_S = 60.0
 def key_of(job: str = "job") -> str:
     """The key of a job at all these stores."""
     return job_key(bytes.fromhex(SECRET), job)
+
+
+async def until(read: Callable[[], int], wanted: int) -> None:
+    """Wait until `read` returns the wanted number."""
+    async with asyncio.timeout(TIMEOUT_S):
+        while await asyncio.to_thread(read) != wanted:  # noqa: ASYNC110 - of another process
+            await asyncio.sleep(0.01)
 
 
 class StoreProcess:

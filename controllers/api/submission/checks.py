@@ -33,7 +33,7 @@ from gcore.engines.emulated.launch import is_emulated
 from gcore.engines.environments import ENVIRONMENTS
 from gcore.engines.sglang import command as sglang
 from gcore.engines.vllm import command as vllm
-from gcore.errors import DataError, GcoreError, SpecError
+from gcore.errors import DataError, GcoreError, SpecError, explain_os_errors
 from gcore.flows.filters import find_filters, try_filters
 from gcore.ledger.records.cluster import ModelConfigs, attention_equals_at
 from gcore.ledger.records.job import NodeRecord
@@ -41,6 +41,7 @@ from gcore.ledger.selection import MOST_BYTES, cursor_bytes, offer_bytes, seal_b
 from gcore.models.adapter_checks import check_adapter
 from gcore.models.checks import check_adapters, check_classifier, check_critic, check_whole, read_config
 from gcore.models.hubs import hub_model
+from gcore.models.layout import adapter_digest
 from gcore.models.resolve import ResolvedModel, resolve_model
 from gcore.observability.tracking import check_trackers
 from gcore.plugins import PluginFault, check_plugin
@@ -353,6 +354,16 @@ def judge_revisions(judges: Mapping[str, CheckedJudge]) -> dict[str, str]:
     return {
         name: judge.model.revision for name, judge in judges.items() if judge.model is not None and judge.model.revision
     }
+
+
+def adapter_digests(judges: Iterable[JudgeSpec]) -> dict[str, str]:
+    """The digests of the judges' adapters, by judge. Blocks. Raises DataError."""
+    found = {}
+    for judge in judges:
+        if judge.adapter is not None:
+            with explain_os_errors("cannot read the judge's adapter", DataError, where=judge.adapter):
+                found[judge.name] = adapter_digest(Path(judge.adapter))
+    return found
 
 
 def judge_remote_code(judges: Mapping[str, CheckedJudge]) -> tuple[str, ...]:

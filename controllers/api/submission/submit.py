@@ -22,6 +22,7 @@ from controllers.api.store_reader import StoreReader
 from controllers.api.submission.allowlist import EVERYTHING, Allowlist
 from controllers.api.submission.checks import (
     CheckedJob,
+    adapter_digests,
     check_backend,
     check_blob_stores,
     check_copies,
@@ -142,6 +143,7 @@ class Submitter:
                 model_revision=checked.model.revision,
                 remote_code=(*checked.model.remote_code, *judge_remote_code(checked.judges)),
                 judge_revisions=judge_revisions(checked.judges),
+                adapter_digests=await asyncio.to_thread(adapter_digests, spec.judges),
                 attention_equals_at=checked.attention_equals_at,
                 models=checked.models,
                 namespace=spec.namespace,

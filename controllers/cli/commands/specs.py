@@ -364,6 +364,7 @@ def schema() -> None:
     "[dim]A judge for its responses:[/dim]  gcore prepare arithmetic-judge",
     "[dim]The judge as an adapter:[/dim]  gcore prepare arithmetic-judge-adapter",
     "[dim]A model that can call a calculator:[/dim]  gcore prepare calculator",
+    "[dim]Pictures, and a model that sees:[/dim]  gcore prepare counting",
 )
 def prepare(
     example: Annotated[str, typer.Argument(metavar="EXAMPLE", help="Example to prepare: " + ", ".join(NAMES) + ".")],

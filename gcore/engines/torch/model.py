@@ -222,12 +222,13 @@ def load_model(
     text: Detokenizer | None,
     trust_remote_code: bool = False,
     adapters: Mapping[str, Path] | None = None,
+    adapter_digests: Mapping[str, str] = {},
     blobs: Path | None = None,
 ) -> Model:
     """Load a causal language model from a local folder. Raises DataError if it cannot be served.
 
     `context`: maximum context length in tokens; None: the model's. `text`: the tokenizer, whose vocabulary is checked.
-    `adapters`: folders of adapters at run time, by name. `blobs`: folder of the job's pictures.
+    `adapters`: folders of adapters at run time, by name. `adapter_digests`: that they must have. `blobs`: folder of the job's pictures.
     """
     config = require_config(folder)
     check_code(config, trusted=trust_remote_code, where=str(folder))
@@ -269,7 +270,7 @@ def load_model(
         end_tokens(folder, config, lambda token: None if text is None else text.token_id(token)),
         trusted=trust_remote_code,
         cache_name="cache_params" if "cache_params" in parameters else "past_key_values",
-        adapters=RowAdapters(module, adapters) if adapters else None,
+        adapters=RowAdapters(module, adapters, adapter_digests) if adapters else None,
         base=base,
         vision=vision,
         forbidden=torch.tensor(media, device=place) if media else None,

@@ -66,6 +66,7 @@ def start_engine(launch: EngineLaunch, text: Detokenizer | None) -> EngineCore:
             text=text,
             trust_remote_code=launch.trust_remote_code,
             adapters={name: Path(folder) for name, folder in launch.adapters.items()},
+            adapter_digests=launch.adapter_digests,
             blobs=Path(launch.blobs) if launch.blobs else None,
         )
         lane = select_runner(model, deterministic=launch.deterministic, chunk=launch.prefill_chunk_tokens)

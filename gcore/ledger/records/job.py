@@ -280,6 +280,8 @@ class JobRecord(Record):
     nodes share no folder, each node has its own under this path (`controllers.storage.run_folder`).
     """
 
+    came_with: ClassVar[Mapping[str, int]] = {"adapter_digests": 3}
+
     uid: str
     name: str
     spec: dict[str, Any]
@@ -298,6 +300,9 @@ class JobRecord(Record):
     """Python files of the model that run in engines and ranks because the spec trusts them."""
     judge_revisions: dict[str, str] = Field(default_factory=dict)
     """Commit of each judge's hub model, by judge name; a judge from a folder has no entry."""
+    adapter_digests: dict[str, str] = Field(default_factory=dict)
+    """Digest of each judge's adapter at creation (`gcore.models.layout.adapter_digest`), by judge name; jobs of earlier
+    releases have none."""
     attention_equals_at: PositiveInt = ATTENTION_EQUALS_AT
     """Sequence length in tokens at which attention costs as much as the matrix products. Copied into each seal."""
     models: ModelConfigs | None = None

@@ -49,7 +49,6 @@ from gcore.models.layout import (
     FileEntry,
     Manifest,
     TensorsFile,
-    TensorShape,
     copy_companions,
     critic_folder,
     delete_old_staged,
@@ -58,6 +57,7 @@ from gcore.models.layout import (
     weights_folder,
 )
 from gcore.models.publisher import NamedTensor
+from gcore.models.tensors import TensorShape
 from gcore.rollout.api import FolderUpdate, WeightUpdate
 from gcore.system.files import replace_folder
 from gcore.train.backends.adapters import adapter_config

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import issued
 import pytest
-from blob_stores import TIMEOUT_S, NarrowProxy, StoreProcess, key_of
+from blob_stores import TIMEOUT_S, NarrowProxy, StoreProcess, key_of, until
 
 from gcore.api.tls import PLAIN, Connector
 from gcore.errors import NotAllowed
@@ -320,13 +320,6 @@ def test_a_store_reports_why_it_cannot_start(start: Start, tmp_path: Path) -> No
     assert wrong.first_message["reason"].startswith("launch document: bound_bytes: input should be greater than 0")
     for one in (again, other, wrong):
         one.kill()
-
-
-async def until(read: Callable[[], int], wanted: int) -> None:
-    """Wait until `read` returns the wanted number."""
-    async with asyncio.timeout(TIMEOUT_S):
-        while await asyncio.to_thread(read) != wanted:  # noqa: ASYNC110 - of another process
-            await asyncio.sleep(0.01)
 
 
 def count(folder: Path) -> int:

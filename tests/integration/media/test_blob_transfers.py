@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from blob_stores import TIMEOUT_S, NarrowProxy, StoreProcess, key_of
+from blob_stores import TIMEOUT_S, NarrowProxy, StoreProcess, key_of, until
 
 from gcore.api.tls import PLAIN
 from gcore.media.client import BlobHttp, open_blob_http
@@ -106,7 +106,7 @@ async def test_a_store_that_was_killed_within_a_transfer_fetches_again_and_leave
     target.say({"command": "nodes", "nodes": {"n1": proxy.address}})
     fetching = asyncio.create_task(target.client(http).fetch([BLOB, SMALL], ["n1"]))
     await asyncio.wait_for(proxy.exhausted.wait(), TIMEOUT_S)
-    assert len(os.listdir(target.folder / ".incoming")) == 1
+    await until(lambda: len(os.listdir(target.folder / ".incoming")), 1)
     target.kill()
     with pytest.raises(StoreUnreachable):
         await fetching

@@ -28,7 +28,7 @@ from gcore.errors import DataError, EngineError, UsageError
 from gcore.models.adapter_checks import check_adapter
 from gcore.models.adapters import AdapterConfig, adapted_tensors, read_adapters
 from gcore.models.hubs import ADAPTER_CONFIG
-from gcore.models.layout import ADAPTER_FILE, ADAPTER_PREFIX
+from gcore.models.layout import ADAPTER_FILE, ADAPTER_PREFIX, adapter_digest
 from gcore.rollout.client import EngineClient, SamplingParams
 from gcore.types import Version
 
@@ -243,6 +243,19 @@ def test_a_policy_that_is_not_finite_leaves_the_judges_alone(
             assert found.logprobs == before[number].logprobs
         else:
             assert found.ending.kind == "abort"
+
+
+@pytest.mark.parametrize("file", [ADAPTER_CONFIG, ADAPTER_FILE])
+def test_a_judges_adapter_that_changed_since_its_submission_is_refused(
+    base: Path, folders: dict[str, Path], tmp_path: Path, file: str
+) -> None:
+    changing = shutil.copytree(folders["x"], tmp_path / "changing")
+    digests = {"x": adapter_digest(changing), "y": adapter_digest(folders["y"])}
+    start(base, folders | {"x": changing}, adapter_digests=digests)
+    shutil.copy(folders["one"] / file, changing / file)
+    with pytest.raises(DataError, match="adapter of judge 'x' changed since the job was submitted") as error:
+        start(base, folders | {"x": changing}, adapter_digests=digests)
+    assert error.value.where == str(changing)
 
 
 def fill(kind: str, value: float, tensors: dict[str, torch.Tensor]) -> None:

@@ -33,8 +33,8 @@ from gcore.models.checks import (
     require_config,
 )
 from gcore.models.hubs import ModelError
-from gcore.models.layout import BITS
 from gcore.models.resolve import resolve_model
+from gcore.models.tensors import BITS
 
 CODE: dict[str, Any] = {
     "model_type": "strange_new_model",

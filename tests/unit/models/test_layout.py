@@ -16,7 +16,6 @@ from gcore.models.layout import (
     CheckpointDamaged,
     Manifest,
     TensorsFile,
-    TensorShape,
     checkpoint_folder,
     companion_files,
     copy_companions,
@@ -27,6 +26,7 @@ from gcore.models.layout import (
     sweep_unfinished,
     verify_checkpoint,
 )
+from gcore.models.tensors import TensorShape
 from gcore.system.files import DiskFull, replace_folder, sweep_drafts
 from gcore.types import Version
 

@@ -140,7 +140,13 @@ def test_the_command_knows_every_example_and_says_what_there_is(
     judge: PreparedFolder[JudgeManifest], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(arithmetic_judge, "prepare_arithmetic_judge", lambda to, *, seed: judge)
-    assert set(examples.EXAMPLES) == {"arithmetic", "arithmetic-judge", "arithmetic-judge-adapter", "calculator"}
+    assert set(examples.EXAMPLES) == {
+        "arithmetic",
+        "arithmetic-judge",
+        "arithmetic-judge-adapter",
+        "calculator",
+        "counting",
+    }
     assert command.main(["arithmetic-judge", "--to", str(judge.folder)]) == 0
     said = capsys.readouterr().out
     assert said.startswith(f"{judge.folder}: {judge.manifest.judge_accuracy:.1%} of verdicts right, ")

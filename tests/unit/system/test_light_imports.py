@@ -42,6 +42,7 @@ ENTRIES: dict[str, set[str]] = {
     "gcore.engines.torch.__main__": ENGINE,
     "gcore.engines.vllm.__main__": set(),
     "gcore.environments.__main__": set(),
+    "gcore.media.__main__": PYDANTIC | {"anyio", "click", "httpx", "idna", "pygments", "rich", "starlette", "uvicorn"},
     "gcore.models.__main__": {"tenacity"},
     "gcore.prompts.tables": {"numpy", "pyarrow"},
     "gcore.quickstart.__main__": PYDANTIC | {"rich"},

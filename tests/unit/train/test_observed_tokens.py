@@ -144,9 +144,11 @@ def test_observed_text_is_kept_and_marked_in_samples() -> None:
 def test_a_rank_refuses_a_sample_that_observed_more_than_the_seal_says() -> None:
     work = work_of([Drawn(6, ((1, 3),))], [0.0])
     seal, (held,) = work.seal, work.groups.values()
-    assert _lacking(held, seal, 0, 0) == ""
+    assert _lacking(held, seal, 0, 0, frozenset()) == ""
     sealed = seal.groups[0].model_copy(update={"observed": (1,)})
-    assert "2 observed tokens instead of 1" in _lacking(held, seal.model_copy(update={"groups": (sealed,)}), 0, 0)
+    assert "2 observed tokens instead of 1" in _lacking(
+        held, seal.model_copy(update={"groups": (sealed,)}), 0, 0, frozenset()
+    )
 
 
 # Training.

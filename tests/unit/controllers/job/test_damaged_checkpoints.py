@@ -30,11 +30,11 @@ from gcore.models.layout import (
     MANIFEST_FILE,
     Manifest,
     TensorsFile,
-    TensorShape,
     checkpoint_folder,
     file_entry,
     manifest_digest,
 )
+from gcore.models.tensors import TensorShape
 from gcore.store.types import KeyValue, WatchBatch, WatchEvent
 from gcore.system.files import replace_folder
 from gcore.testing import FakeClock

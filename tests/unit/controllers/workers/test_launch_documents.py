@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from controllers.api.submission.checks import check_engine, check_offload, local_warning
+from controllers.api.submission.checks import adapter_digests, check_engine, check_offload, local_warning
 from controllers.workers.launch_documents import (
     ENGINE_COMMANDS,
     START_LIMITS_S,
@@ -26,7 +27,8 @@ from gcore.engines.environments import EngineEnvironment
 from gcore.engines.launch import parse_vllm_launch
 from gcore.engines.vllm.command import program
 from gcore.errors import SpecError, UsageError
-from gcore.ledger.records.job import EnginePlace, NodeRecord
+from gcore.ledger.records.job import EnginePlace, JobRecord, NodeRecord
+from gcore.models.layout import adapter_digest
 from gcore.store.reference import StoreRef
 
 CONFIG = NodeConfig(
@@ -173,6 +175,17 @@ def test_a_job_that_wants_vllm_is_refused_where_vllm_cannot_do_it() -> None:
     other = parse_spec(turns.model_dump(mode="json") | {"rollout": {"max_new_tokens": 4, "engine": "sglang"}})
     with pytest.raises(SpecError, match=r"placement\.memory: SGLang cannot release its memory on the CPU slots of a"):
         check_engine(other, [node("a", sglang=True)])
+
+
+def test_a_job_records_the_digests_of_its_judges_adapters(tmp_path: Path) -> None:
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (tmp_path / name).write_text(name)
+    found = SimpleNamespace(name="taste", adapter=str(tmp_path)), SimpleNamespace(name="other", adapter=None)
+    digests = adapter_digests(found)  # type: ignore[arg-type]
+    assert digests == {"taste": adapter_digest(tmp_path)}
+    record = JobRecord(uid="u", name="n", spec={}, run_dir="/r", created=0.0, prompts=1, adapter_digests=digests)
+    assert JobRecord.decode(record.encode()) == record
+    assert JobRecord.decode(record.encode(2)).adapter_digests == {}
 
 
 @pytest.mark.parametrize("slots", [(), ("cuda:0",), ("cpu:0", "cuda:0"), ("emulated:0", "emulated:1")])

@@ -196,7 +196,7 @@ def test_samples_without_their_blobs_are_known_from_both_reports() -> None:
     assert links.views[0].fetching == {}
 
 
-def test_what_is_fetched_of_another_batch_does_not_count() -> None:
+def test_fetching_samples_of_another_batch_do_not_count() -> None:
     links, token = RankConnections(FakeClock(), lambda: None), Token(0, 1, 1)
     links._note_received(0, token, pb.FeedReply(fetching=[fetching("mine", [0], 0)]))
     links._note(0, state(Token(0, 1, 2)))
