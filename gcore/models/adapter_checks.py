@@ -166,7 +166,7 @@ class BaseFiles:
 
     @classmethod
     def found(cls, folder: Path) -> BaseFiles | None:
-        """Like `of`; None if files are missing; loading the model reports that."""
+        """Like `of`; None if files are missing, an error that loading the model reports."""
         try:
             return cls.of(folder)
         except (OSError, DataError):

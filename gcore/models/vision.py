@@ -27,7 +27,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import AutoImageProcessor, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from gcore.errors import DataError, one_line
 
@@ -54,6 +53,8 @@ def has_processor(folder: Path) -> bool:
 
 def auto_class(config: Any) -> Any:
     """The class of transformers that loads the model of this configuration with all its parts."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText  # slow to import
+
     return AutoModelForImageTextToText if has_vision(config) else AutoModelForCausalLM
 
 
@@ -106,6 +107,8 @@ class PictureProcessor:
 
     def __init__(self, folder: Path, *, cache_bytes: int = CACHE_BYTES) -> None:
         """Load the processor. Raises DataError if the folder has none that pillow alone can run."""
+        from transformers import AutoImageProcessor
+
         try:
             self._processor = AutoImageProcessor.from_pretrained(folder, backend="pil", local_files_only=True)
         except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
