@@ -28,8 +28,8 @@ from controllers.cluster.shares import ShareWriter
 from controllers.cluster.slot_health import SlotHealth
 from controllers.identity import Identity, new_incarnation
 from controllers.job.supervision import work_on_job
-from controllers.storage.blobs import NodeBlobs
 from controllers.storage.run_folder import LocalRunFolders
+from controllers.workers.blobs import NodeBlobs
 from controllers.workers.launcher import JobGroups
 from gcore.api.tls import PLAIN, Connector
 from gcore.config.node import NodeConfig

@@ -11,7 +11,7 @@ import contextlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from controllers.storage.blobs import NodeBlobs
+from controllers.workers.blobs import NodeBlobs
 from gcore.errors import DataError, EngineError, EngineUnreachable, GcoreError
 from gcore.media.pictures import PictureError
 from gcore.media.protocol import StoreUnreachable

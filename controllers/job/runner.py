@@ -25,7 +25,6 @@ from controllers.job.supervision import (
 )
 from controllers.rules.decide import has_handed_over
 from controllers.rules.view import JobView, Timers
-from controllers.storage.blobs import NodeBlobs
 from controllers.storage.run_folder import (
     LocalRunFolders,
     folder_loss,
@@ -34,6 +33,7 @@ from controllers.storage.run_folder import (
 from controllers.telemetry.events import split_by_revision
 from controllers.telemetry.notices import PluginErrorLog, WarningLog
 from controllers.telemetry.run_recorder import JobTelemetry, RunRecorder
+from controllers.workers.blobs import NodeBlobs
 from controllers.workers.launcher import JobGroups, WorkerLauncher
 from controllers.workers.ranks import RankConnections
 from gcore.api.tls import PLAIN, Connector

@@ -43,7 +43,6 @@ from controllers.planning.lender import own_loads
 from controllers.planning.planner import Planner
 from controllers.rules.actions import SetPhase
 from controllers.rules.view import JobView, Memo, Timers
-from controllers.storage.blobs import NodeBlobs
 from controllers.storage.garbage import TOPIC as DISK_TOPIC
 from controllers.storage.garbage import DiskQuota, DiskUsage, QuotaLevel
 from controllers.storage.replication import Replicator
@@ -55,6 +54,7 @@ from controllers.storage.run_folder import (
 )
 from controllers.telemetry.notices import LiveJob, PluginErrorLog, WarningLog, report_waits
 from controllers.telemetry.run_recorder import JobTelemetry, RunRecorder, start_background_task
+from controllers.workers.blobs import NodeBlobs
 from controllers.workers.launcher import WorkerLauncher
 from controllers.workers.ranks import RankConnections
 from gcore.api.tls import Connector

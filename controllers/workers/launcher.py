@@ -22,7 +22,7 @@ from pathlib import Path
 
 from controllers.rules.view import JobView, world_start
 from controllers.rules.workers import Launch, Launches, StartEngine, StartRank, engine_key, is_usable, launch_key
-from controllers.storage.blobs import NodeBlobs
+from controllers.workers.blobs import NodeBlobs
 from controllers.workers.launch_documents import (
     EngineMissing,
     LaunchDocument,

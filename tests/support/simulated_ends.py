@@ -406,7 +406,7 @@ def flow(land: Land) -> Any:
 
 
 class SimulatedStores:
-    """The blob stores of all nodes, as the controller of `node` reaches them (`controllers.storage.blobs.NodeBlobs`)."""
+    """The blob stores of all nodes, as the controller of `node` reaches them (`controllers.workers.blobs.NodeBlobs`)."""
 
     def __init__(self, node: str, land: Land) -> None:
         self._node = node

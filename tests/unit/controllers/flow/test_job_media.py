@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from controllers.flow.job_media import RENEW_S, JobMedia
-from controllers.storage.blobs import NodeBlobs
+from controllers.workers.blobs import NodeBlobs
 from gcore.config.node import NodeConfig
 from gcore.errors import DataError, EngineError, EngineUnreachable
 from gcore.media.pictures import PictureError
