@@ -34,6 +34,7 @@ from gcore.models.vision import (
     PositionCounter,
     TokenCounter,
     image_token_id,
+    media_token_ids,
     picture_arguments,
     type_argument,
 )
@@ -253,6 +254,7 @@ class VisionFeeding:
         self._positions = PositionCounter(module)
         self._counter = TokenCounter(module)
         self.image_token = image_token_id(model.config)
+        self.media_tokens = media_token_ids(model.config)
         self._type_name = type_argument(module)
         self.dummy = processor.noise(32, 32)
         """A picture for passes without any."""

@@ -227,26 +227,27 @@ class _TrialRow:
 
 def _trial_rows(vocabulary: int, vision: VisionFeeding | None) -> list[tuple[Rectangle, list[_TrialRow]]]:
     """The sequences of the packing test: random tokens, and if the job has pictures, sequences with one and with two
-    pictures of unequal size.
+    pictures of unequal size. Tokens that stand for media appear only with pictures.
     """
     generator = torch.Generator().manual_seed(0)
+    allowed = torch.arange(vocabulary)
+    if vision is not None:
+        allowed = allowed[~torch.isin(allowed, torch.tensor(vision.media_tokens))]
     rows = []
     for shape, reals in ROWS:
-        block = torch.randint(0, vocabulary, (shape.rows, shape.length), generator=generator)
-        if vision is not None:
-            block[block == vision.image_token] = 0
+        block = allowed[torch.randint(0, len(allowed), (shape.rows, shape.length), generator=generator)]
         made = [_TrialRow(ids, shape.length - real, RowPictures()) for ids, real in zip(block, reals, strict=True)]
         rows.append((shape, made))
     if vision is None:
         return rows
     for pictures in vision.trials:
-        around = torch.randint(0, vision.image_token or 1, (2 * len(pictures) + 3,), generator=generator).tolist()
+        around = allowed[torch.randint(0, len(allowed), (2 * len(pictures) + 3,), generator=generator)].tolist()
         ids = around[:2]
         for number, picture in enumerate(pictures):
             ids += [vision.image_token] * vision.count(picture) + around[2 + 2 * number : 4 + 2 * number]
         names = [str(id(picture)) for picture in pictures]
         found = vision.sequence(np.array(ids, dtype=np.int32), names, pictures, "the packing test")
-        rows.append((Rectangle(1, len(ids) + 1), [_TrialRow(torch.tensor([*ids, 0]), 1, found)]))
+        rows.append((Rectangle(1, len(ids) + 1), [_TrialRow(torch.tensor([*ids, around[-1]]), 1, found)]))
     return rows
 
 

@@ -39,7 +39,7 @@ from gcore.testing.vision_models import (
 )
 from gcore.train.batching import Feeding, MicroBatch, VisionFeeding, make_batch, make_dummy, score_batch
 from gcore.train.hf_models import check_names, load_module, logits_of
-from gcore.train.models import choose_feeding
+from gcore.train.models import _trial_rows, choose_feeding
 from gcore.train.packing import MicroPlan, Rectangle
 from gcore.train.rank.feed import StepInput, TrainGroup, TrainSample
 from gcore.types import Medium, PromptRef, Version
@@ -215,6 +215,17 @@ def test_a_pass_without_pictures_runs_the_tower_and_changes_nothing(folders: dic
     tower = {name: one.grad for name, one in case.module.named_parameters() if "visual" in name}
     assert tower
     assert all(grad is not None and not grad.any() for grad in tower.values())
+
+
+def test_trial_tokens_stand_for_media_only_in_pictures(folders: dict[str, Path], tmp_path: Path) -> None:
+    case = make_case(folders["qwen3_vl"], tmp_path, "qwen3_vl", "packed")
+    vision = case.feeding.vision
+    assert vision is not None
+    assert len(vision.media_tokens) > 1
+    for _, made in _trial_rows(max(vision.media_tokens) + 1, vision):
+        for row in made:
+            counts = sum(vision.count(one) for one in row.pictures.pictures)
+            assert int(torch.isin(row.ids, torch.tensor(vision.media_tokens)).sum()) == counts
 
 
 def test_media_tokens_have_no_probability(folders: dict[str, Path], tmp_path: Path) -> None:
