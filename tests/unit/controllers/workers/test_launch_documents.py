@@ -177,6 +177,18 @@ def test_a_job_that_wants_vllm_is_refused_where_vllm_cannot_do_it() -> None:
         check_engine(other, [node("a", sglang=True)])
 
 
+def test_the_policys_engine_gets_the_adapters_of_judges_and_their_digests() -> None:
+    tree = spec().model_dump(mode="json", exclude_unset=True)
+    judge = {"name": "taste", "adapter": "/a", "template": "{{ response }}"}
+    judged = parse_spec(
+        {**tree, "judges": [judge], "reward": {"judge": "taste"}, "train": {"lora": {"publish": "adapter"}}}
+    )
+    digests = {"taste": "5" * 64}
+    read = torch_launch.parse_engine_launch(engine_document(judged, place("cpu:0"), CONFIG, digests).document)
+    assert (read.adapters, read.adapter_digests) == ({"taste": "/a"}, digests)
+    assert "adapter_digests" not in engine_document(spec(), place("cpu:0"), CONFIG, {}).document
+
+
 def test_a_job_records_the_digests_of_its_judges_adapters(tmp_path: Path) -> None:
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         (tmp_path / name).write_text(name)
