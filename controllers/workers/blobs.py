@@ -15,7 +15,6 @@ import importlib.util
 import logging
 import secrets
 import shutil
-import socket
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -30,7 +29,7 @@ from gcore.store import keys
 from gcore.store.types import Compare, Put, Store
 from gcore.system.clock import Clock, retry_delay
 from gcore.system.files import replace_file
-from gcore.system.network import join_host_port
+from gcore.system.network import join_host_port, listen
 from gcore.worker.control import ChildProcess
 from gcore.worker.lifecycle import ChildFailed, WorkerEvent
 from gcore.worker.records import LaunchSpec
@@ -88,8 +87,7 @@ class NodeBlobs:
         file = self._home / "blobs" / f"{self._config.node}.port"
         with contextlib.suppress(OSError, ValueError):
             return int(file.read_text())
-        with socket.socket() as free:
-            free.bind((self._config.workers_listen_on, 0))
+        with listen(self._config.workers_listen_on) as free:
             port = int(free.getsockname()[1])
         file.parent.mkdir(parents=True, exist_ok=True)
         replace_file(file, str(port).encode())
