@@ -357,7 +357,7 @@ class BlobServer:
     def _store_picture(self, job: str, body: PictureBody) -> Medium:
         """Convert a picture file, store it, and pin it. Raises PictureError, StoreFull and StoreFailed.
 
-        The caller must know the file's SHA-256, so this route shows nobody a file that they could not read.
+        The caller must know the file's SHA-256, so this route reveals no file that the caller has not read.
         """
         content = read_verified(Path(body.path), body.sha256)
         data, medium = normalize_picture(content, (body.height, body.width))

@@ -103,6 +103,10 @@ class StoreProcess:
             self._socket = None
 
 
+Start = Callable[..., StoreProcess]
+"""Starts a store with a name and settings of its launch document."""
+
+
 class NarrowProxy:
     """A TCP proxy that forwards `allowance` bytes of replies and then waits, until `open` or `cut`. Made by `start`."""
 

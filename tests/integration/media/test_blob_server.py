@@ -5,16 +5,16 @@ import hashlib
 import os
 import random
 import socket
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import issued
 import pytest
-from blob_stores import TIMEOUT_S, NarrowProxy, StoreProcess, key_of, until
+from blob_stores import TIMEOUT_S, NarrowProxy, Start, StoreProcess, key_of, until
 
-from gcore.api.tls import PLAIN, Connector
+from gcore.api.tls import Connector
 from gcore.errors import NotAllowed
 from gcore.media.client import BlobClient, BlobHttp, open_blob_http
 from gcore.media.protocol import (
@@ -31,26 +31,6 @@ from gcore.system.clock import SystemClock
 MIB = 1 << 20
 DATA = random.Random(1).randbytes(3 * MIB + 17)
 BLOB = Blob(hashlib.sha256(DATA).hexdigest(), len(DATA))
-Start = Callable[..., StoreProcess]
-
-
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
-    started: list[StoreProcess] = []
-
-    def begin(name: str = "n1", **launch: Any) -> StoreProcess:
-        started.append(StoreProcess(name, tmp_path / name, **launch))
-        return started[-1]
-
-    yield begin
-    for one in started:
-        one.kill()
-
-
-@pytest.fixture
-async def http() -> AsyncIterator[BlobHttp]:
-    async with open_blob_http(PLAIN) as one:
-        yield one
 
 
 def key(job: str = "job") -> dict[str, str]:

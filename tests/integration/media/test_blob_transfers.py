@@ -4,15 +4,11 @@ import asyncio
 import hashlib
 import os
 import random
-from collections.abc import AsyncIterator, Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
-from blob_stores import TIMEOUT_S, NarrowProxy, StoreProcess, key_of, until
+from blob_stores import TIMEOUT_S, NarrowProxy, Start, StoreProcess, key_of, until
 
-from gcore.api.tls import PLAIN
-from gcore.media.client import BlobHttp, open_blob_http
+from gcore.media.client import BlobHttp
 from gcore.media.protocol import Blob, StoreFull, StoreUnreachable
 
 MIB = 1 << 20
@@ -20,26 +16,6 @@ DATA = random.Random(2).randbytes(6 * MIB + 5)
 BLOB = Blob(hashlib.sha256(DATA).hexdigest(), len(DATA))
 SMALL = Blob(hashlib.sha256(b"small").hexdigest(), 5)
 ABSENT = Blob("0" * 64, 10)
-Start = Callable[..., StoreProcess]
-
-
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
-    started: list[StoreProcess] = []
-
-    def begin(name: str, **launch: Any) -> StoreProcess:
-        started.append(StoreProcess(name, tmp_path / name, **launch))
-        return started[-1]
-
-    yield begin
-    for one in started:
-        one.kill()
-
-
-@pytest.fixture
-async def http() -> AsyncIterator[BlobHttp]:
-    async with open_blob_http(PLAIN) as one:
-        yield one
 
 
 async def count(http: BlobHttp, store: StoreProcess, name: str) -> int:
