@@ -21,7 +21,6 @@ import os
 import re
 import stat
 import struct
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -32,8 +31,8 @@ import numpy as np
 import numpy.typing as npt
 
 from gcore.data.messages import parts_problem
-from gcore.errors import DataError
-from gcore.system.files import refuse_constant
+from gcore.errors import DataError, explain_os_errors
+from gcore.system.files import refuse_constant, replace_shared_file
 from gcore.types import entry_value
 
 SHOWN_FIELDS = 8
@@ -361,23 +360,16 @@ def load_index(index_path: Path, identity: FileIdentity) -> EntryIndex | None:
 def build_index(path: Path, index_path: Path, reader: EntryReader, progress: Progress | None) -> EntryIndex:
     """Read and check the complete file at `path`, and write its index. Raises DataError for the first mistake."""
     identity = identify_file(path)
-    try:
-        index_path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(prefix=f".{index_path.name}.", dir=index_path.parent)
-        temporary = Path(name)
-        try:
-            with os.fdopen(handle, "w+b") as out:
-                _write_index(path, identity, out, reader, progress)
-            temporary.chmod(0o644)
-            temporary.replace(index_path)
-        finally:
-            temporary.unlink(missing_ok=True)
-    except OSError as error:
-        raise DataError(
-            f"cannot write the index of {path.name} there ({(error.strerror or str(error)).lower()})",
-            where=str(index_path.parent),
+    with (
+        explain_os_errors(
+            f"cannot write the index of {path.name} there",
+            DataError,
+            where=index_path.parent,
             fix="Free space and make the folder writable, or name another cache folder",
-        ) from error
+        ),
+        replace_shared_file(index_path) as out,
+    ):
+        _write_index(path, identity, out, reader, progress)
     index = load_index(index_path, identity)
     if index is None:
         raise DataError("cannot read the index that was just written", where=str(index_path), fix="Check the disk")

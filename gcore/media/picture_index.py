@@ -17,7 +17,6 @@ import json
 import os
 import posixpath
 import re
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -26,8 +25,9 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gcore.errors import DataError
+from gcore.errors import DataError, explain_os_errors
 from gcore.media.pictures import MAX_DECODE_PIXELS, PictureError, inspect_picture, open_picture
+from gcore.system.files import replace_shared_file
 
 FORMAT = 1
 
@@ -318,20 +318,13 @@ def _load(cache: Path) -> tuple[str, dict[str, IndexedPicture]]:
 def _store(cache: Path, source: str, pictures: Mapping[str, IndexedPicture]) -> None:
     header: Any = {"format": FORMAT, "source": source, "pictures": len(pictures)}
     rows = ([key, one.sha256, one.width, one.height, *one.identity, one.entry] for key, one in pictures.items())
-    try:
-        cache.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(prefix=f".{cache.name}.", dir=cache.parent)
-        temporary = Path(name)
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as out:
-                out.writelines(json.dumps(line) + "\n" for line in chain([header], rows))
-            temporary.chmod(0o644)
-            temporary.replace(cache)
-        finally:
-            temporary.unlink(missing_ok=True)
-    except OSError as error:
-        raise DataError(
-            f"cannot write the index of the pictures there ({(error.strerror or str(error)).lower()})",
-            where=str(cache.parent),
+    with (
+        explain_os_errors(
+            "cannot write the index of the pictures there",
+            DataError,
+            where=cache.parent,
             fix="Free space and make the folder writable, or name another cache folder",
-        ) from error
+        ),
+        replace_shared_file(cache) as out,
+    ):
+        out.writelines(json.dumps(line).encode() + b"\n" for line in chain([header], rows))

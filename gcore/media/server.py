@@ -43,6 +43,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from gcore.api.http_server import http_settings, listen_http, report_serving
 from gcore.api.tls import Connector, ReloadingFiles, ServingTls, serving_context
 from gcore.errors import GcoreError, NotAllowed, UsageError, explain_os_errors
 from gcore.media.blobs import GRACE_S, BlobStore
@@ -68,7 +69,6 @@ from gcore.system.clock import Clock, SystemClock
 from gcore.system.concurrency import cancel_all
 from gcore.system.control_line import ControlLine
 from gcore.system.daemon import set_up_logging
-from gcore.system.network import join_host_port, listen
 from gcore.types import Medium
 
 MAX_BODY_BYTES = 16 << 20
@@ -449,11 +449,7 @@ def serve_blobs(launch: BlobStoreLaunch, control: ControlLine | None) -> None:
     `control`: connection to the supervisor; None: started by hand. Raises UsageError and StoreFailed.
     """
     clock = SystemClock()
-    where = join_host_port(launch.host, launch.port)
-    with explain_os_errors("cannot listen at this address", UsageError, where=where, fix="Choose another port"):
-        listener = listen(launch.host, launch.port, BACKLOG)
-        # Inherited by each connection, so that the body of a response does not wait for the acknowledgement of its head.
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    listener = listen_http(launch.host, launch.port, BACKLOG)
     store = BlobStore(Path(launch.folder), launch.bound_bytes, clock, grace_s=launch.grace_s)
     asyncio.run(_run(launch, store, listener, control, clock))
 
@@ -467,25 +463,10 @@ async def _run(
     async with open_blob_http(connector) as http:
         transfers = BlobTransfers(store, launch.node, secret, launch.nodes, http, clock, limit=launch.transfers)
         app = BlobServer(store, transfers, secret, tuple(map(Path, launch.link_roots))).app()
-        config = uvicorn.Config(
-            app,
-            log_level="warning",
-            access_log=False,
-            lifespan="off",
-            backlog=BACKLOG,
-            timeout_graceful_shutdown=GRACE_OF_STOP_S,
-            timeout_keep_alive=60,
-        )
-        config.load()
-        if launch.tls is not None:
-            config.ssl = serving_context(ReloadingFiles(launch.tls.material))
-        server = uvicorn.Server(config)
-        address = join_host_port(launch.host, listener.getsockname()[1])
-        if control is None:
-            print(f"serving on {address}", flush=True)  # noqa: T201
-        else:
-            control.send("serving", address=address)
-            control.report_progress("waiting", 0)
+        tls = None if launch.tls is None else serving_context(ReloadingFiles(launch.tls.material))
+        server = uvicorn.Server(http_settings(app, backlog=BACKLOG, grace_s=GRACE_OF_STOP_S, tls=tls))
+        report_serving(control, launch.host, listener)
+        if control is not None:
             arguments = (control, server, transfers)
             threading.Thread(target=_obey, args=arguments, name="commands", daemon=True).start()
         try:

@@ -16,6 +16,7 @@ import json
 import os
 import shutil
 import stat
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
@@ -44,6 +45,24 @@ def replace_file(target: Path, data: bytes, *, mode: int = 0o666) -> None:
         with contextlib.suppress(OSError):
             half.unlink(missing_ok=True)
         raise
+
+
+@contextlib.contextmanager
+def replace_shared_file(target: Path) -> Iterator[BinaryIO]:
+    """Yield a new empty file; it becomes `target` at the end of the block, replacing an old one. Creates the folder.
+
+    Several processes may write `target` at a time; the last one remains. Raises OSError, and then the old file is unchanged.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
+    temporary = Path(name)
+    try:
+        with os.fdopen(handle, "w+b") as file:
+            yield file
+        temporary.chmod(0o644)
+        temporary.replace(target)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

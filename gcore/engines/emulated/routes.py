@@ -20,6 +20,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from gcore.api.http_server import http_settings, listen_http
 from gcore.engines.emulated.engine import EmulatedEngine
 from gcore.engines.serving.http import ApiKeyGuard, ApiKeys, error_event, read_body
 from gcore.engines.serving.io_struct import GenerateCall, generate_body
@@ -34,7 +35,6 @@ from gcore.engines.serving.routes import (
     run_unless_disconnected,
 )
 from gcore.errors import EngineError
-from gcore.system.network import listen
 
 UNSERVED = (
     "/init_weights_update_group",
@@ -52,8 +52,6 @@ UNSERVED = (
 )
 BACKLOG = 128
 GRACE_S = 1
-KEPT_S = 60
-"""Seconds after which an idle connection is closed."""
 
 
 def new_app(engines: Mapping[int, EmulatedEngine]) -> Starlette:
@@ -106,19 +104,7 @@ class EngineListeners:
 
     def __init__(self, application: ASGIApp, host: str, tls: ssl.SSLContext | None = None) -> None:
         self._host = host
-        config = uvicorn.Config(
-            application,
-            log_level="warning",
-            access_log=False,
-            lifespan="off",
-            ws="none",
-            backlog=BACKLOG,
-            timeout_graceful_shutdown=GRACE_S,
-            timeout_keep_alive=KEPT_S,
-        )
-        config.load()
-        config.ssl = tls
-        self._server = _Server(config)
+        self._server = _Server(http_settings(application, backlog=BACKLOG, grace_s=GRACE_S, tls=tls))
         self._open: dict[int, asyncio.Server] = {}
 
     async def serve(self) -> None:
@@ -132,9 +118,7 @@ class EngineListeners:
     async def open(self) -> int:
         """Open a free port for one engine, and return it."""
         await self._server.up.wait()
-        listener = listen(self._host, backlog=BACKLOG)
-        # Inherited by each connection; asyncio does not set it on sockets that it has not created.
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        listener = listen_http(self._host, 0, BACKLOG)
         port = int(listener.getsockname()[1])
         self._open[port] = await self._server.listen(listener)
         return port

@@ -23,6 +23,7 @@ import torch
 import uvicorn
 from starlette.types import ASGIApp
 
+from gcore.api.http_server import http_settings, listen_http, report_serving
 from gcore.api.tls import ReloadingFiles, serving_context
 from gcore.engines.detokenizer import Detokenizer
 from gcore.engines.launch import EngineLaunch, FrontEndLaunch
@@ -41,10 +42,9 @@ from gcore.engines.torch.model import (
 )
 from gcore.engines.torch.model_runner import FastRunner
 from gcore.engines.torch.runner_selection import select_runner
-from gcore.errors import UsageError, explain_os_errors
+from gcore.errors import UsageError
 from gcore.system.clock import Clock, SystemClock
 from gcore.system.control_line import ControlLine
-from gcore.system.network import join_host_port, listen
 
 SHORTEST = 2
 """Number of tokens of the smallest request: one of the prompt, one of the response."""
@@ -120,7 +120,7 @@ def serve_engine(
     DataError or EngineError if the engine cannot start.
     """
     _raise_descriptor_limit()
-    listener = _listen(launch.host, launch.port)
+    listener = listen_http(launch.host, launch.port, BACKLOG)
     torch.set_num_threads(launch.threads)
     torch.set_num_interop_threads(1)  # no operators run concurrently here
     torch.set_grad_enabled(False)
@@ -175,28 +175,13 @@ async def _run(
         core, clock=clock, deliver=desk.deliver, report=report, on_death=_death(control)
     )
     desk.open(runner)
-    config = uvicorn.Config(
-        app,
-        log_level="warning",
-        access_log=False,
-        lifespan="off",
-        backlog=BACKLOG,
-        timeout_graceful_shutdown=GRACE_S,
-        timeout_keep_alive=60,
-    )
-    config.load()
-    if launch.tls is not None:
-        config.ssl = serving_context(ReloadingFiles(launch.tls.material))
-    server = uvicorn.Server(config)
+    tls = None if launch.tls is None else serving_context(ReloadingFiles(launch.tls.material))
+    server = uvicorn.Server(http_settings(app, backlog=BACKLOG, grace_s=GRACE_S, tls=tls))
     runner.start()
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     # The socket has been listening since before the model was loaded: connections from here on are answered.
-    address = join_host_port(launch.host, listener.getsockname()[1])
-    if control is None:
-        print(f"serving on {address}", flush=True)  # noqa: T201
-    else:
-        control.send("serving", address=address)
-        control.report_progress("waiting", 0)
+    report_serving(control, launch.host, listener)
+    if control is not None:
         threading.Thread(target=_obey, args=(control, server), name="stop", daemon=True).start()
     await serving
 
@@ -208,17 +193,6 @@ def _raise_descriptor_limit() -> None:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):  # a kernel may allow less than the hard limit
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    with explain_os_errors(
-        "cannot listen at this address", UsageError, where=join_host_port(host, port), fix="Choose another host or port"
-    ):
-        listener = listen(host, port, BACKLOG)
-        # Inherited by each connection. asyncio sets it only on sockets that name their protocol, which these do not.
-        # Without it the body of a response waits for the acknowledgement of its head, which a client delays by 40 ms.
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        return listener
 
 
 def _obey(control: ControlLine, server: uvicorn.Server) -> None:
