@@ -17,7 +17,7 @@ import tomllib
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
-from tools.problem import Problem, line_of, main, sources
+from tools.problem import Problem, line_of, main, nodes, sources
 
 CONTRACT = "decisions are pure"
 ALGORITHMS = "gcore/train/algorithms/"
@@ -142,11 +142,11 @@ def imported(tree: ast.Module) -> Iterator[tuple[int, str]]:
     """(line, name) of each import of the module, wherever in it, but for types only."""
     typing = {
         inner
-        for node in ast.walk(tree)
+        for node in nodes(tree)
         if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
         for inner in ast.walk(node)
     }
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if node in typing:
             continue
         if isinstance(node, ast.Import):
@@ -161,7 +161,7 @@ def _within(name: str, packages: tuple[str, ...]) -> bool:
 
 def runs_what_it_reads(path: str, tree: ast.Module) -> Iterator[Problem]:
     """Calls that can execute code from data: pickle in any form, YAML with tags, evaluated text, a shell."""
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
             module = node.module or "" if isinstance(node, ast.ImportFrom) else ""
             for name in [module] if module else [alias.name for alias in node.names]:
@@ -242,7 +242,7 @@ def unknown_names(every: Collection[Source]) -> Iterator[Problem]:
             for match in NAME.finditer(text):
                 found.append((path, constant.lineno + text.count("\n", 0, match.start()), match[1]))
     homes = {path.removesuffix(".py").removesuffix("/__init__").replace("/", "."): tree for path, _, tree in every}
-    texts = {one.value for _, _, tree in every for one in ast.walk(tree) if isinstance(one, ast.Constant)}
+    texts = {one.value for _, _, tree in every for one in nodes(tree) if isinstance(one, ast.Constant)}
     for path, line, name in sorted(found):
         if any(word not in known for word in name.split(".")) or (name not in texts and _has_moved(name, homes)):
             yield Problem(path, line, f"the docstring names `{name}`, which no code has: write today's name")
@@ -262,11 +262,11 @@ def _has_moved(name: str, homes: Mapping[str, ast.Module]) -> bool:
 
 def _docstrings(tree: ast.Module) -> set[ast.Constant]:
     """Those of the module, its classes, functions and attributes."""
-    nodes = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     return {
         statement.value
-        for node in ast.walk(tree)
-        if isinstance(node, nodes)
+        for node in nodes(tree)
+        if isinstance(node, documented)
         for statement in node.body
         if isinstance(statement, ast.Expr)
         and isinstance(statement.value, ast.Constant)
@@ -276,7 +276,7 @@ def _docstrings(tree: ast.Module) -> set[ast.Constant]:
 
 def _names(tree: ast.Module, docstrings: Collection[ast.Constant], *, texts: bool) -> Iterator[str]:
     """Every name that the code has, and with `texts` the words of its texts that have no space: keys, paths, options."""
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         match node:
             case ast.Name(id=name) | ast.Attribute(attr=name) | ast.arg(arg=name):
                 yield name

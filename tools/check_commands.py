@@ -22,7 +22,7 @@ from typing import Any
 
 from benchmarks.run import MODULES
 from tools.documents import Typed, documents, typed_in
-from tools.problem import Problem, line_of, main, relative
+from tools.problem import Problem, line_of, main, nodes, parsed, relative
 
 TABLE = "tools/commands.toml"
 DEFAULT = "integration/cli/test_documented_commands.py"
@@ -120,12 +120,10 @@ def _fault_of_test(root: Path, test: str) -> str | None:
     file = root / "tests" / path
     if not file.exists():
         return f"there is no file tests/{path}: name a test that exists"
-    tree = ast.parse(file.read_text(encoding="utf-8"))
+    tree = parsed(file.read_text(encoding="utf-8"))
     scope: ast.AST = tree
     if function:
-        named = [
-            n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef) and n.name == function
-        ]
+        named = [n for n in nodes(tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef) and n.name == function]
         if not named:
             return f"tests/{path} has no test {function}: name one that exists"
         scope = named[0]

@@ -41,7 +41,7 @@ from gcore.schema import NEWEST_VERSION
 from tools.documents import Block, blocks, commands, documents, inline_commands
 from tools.draw_architecture import drawings
 from tools.old_imports import imports_in_text
-from tools.problem import Problem, line_of, main, relative
+from tools.problem import Problem, line_of, main, nodes, parsed, relative
 
 CLI: Any = typer.main.get_command(app)
 MAPPED = ("gcore", "placement", "controllers")
@@ -243,8 +243,8 @@ def tests_exist(file: Path, root: Path) -> Iterator[Problem]:
 def _functions(file: Path) -> frozenset[str]:
     if not file.exists():
         return frozenset()
-    tree = ast.parse(file.read_text(encoding="utf-8"))
-    return frozenset(n.name for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef))
+    tree = parsed(file.read_text(encoding="utf-8"))
+    return frozenset(n.name for n in nodes(tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef))
 
 
 def units_exist(file: Path, root: Path) -> Iterator[Problem]:
@@ -294,7 +294,7 @@ def _is_defined(name: str, root: Path) -> bool:
 def _members(module: Path) -> frozenset[str]:
     """The names that a module defines, imports or exports, those of its classes as `Class.member`; "" is itself."""
     names = {""}
-    for node in ast.parse(module.read_text(encoding="utf-8")).body:
+    for node in parsed(module.read_text(encoding="utf-8")).body:
         names |= _bound(node)
         if isinstance(node, ast.ClassDef):
             names |= {f"{node.name}.{member}" for part in node.body for member in _bound(part)}
@@ -387,7 +387,7 @@ def map_is_complete(root: Path) -> Iterator[Problem]:
                 if f"`{package}`" not in whole:
                     yield Problem(page, 1, f"the page does not name {package}: name it among the old program names")
                 continue
-            said = " ".join((ast.get_docstring(ast.parse(text)) or "").partition("\n\n")[0].split())
+            said = " ".join((ast.get_docstring(parsed(text)) or "").partition("\n\n")[0].split())
             line = lines.pop(package, None)
             if line is None:
                 yield Problem(page, 1, f"the map does not name {package}: say what it is for")

@@ -17,7 +17,7 @@ from functools import cached_property
 from pathlib import Path
 from statistics import median
 
-from tools.problem import PRODUCT, ROOT, parsed
+from tools.problem import PRODUCT, ROOT, nodes, parsed
 
 EXCEPTIONS = Path(__file__).with_name("house.toml")
 ALIAS = "Alias until"
@@ -75,7 +75,7 @@ class Module:
     @cached_property
     def face(self) -> bool:
         """Whether the body is imports, `__all__` and a docstring only (with at least one import)."""
-        imports = [node for node in ast.walk(self.tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+        imports = [node for node in nodes(self.tree) if isinstance(node, ast.Import | ast.ImportFrom)]
         return bool(imports) and all(_of_a_face(node) for node in self.tree.body)
 
     @property
@@ -86,17 +86,17 @@ class Module:
     @cached_property
     def statements(self) -> int:
         """All statements, nested ones too, without docstrings."""
-        nodes = list(ast.walk(self.tree))
         holders = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-        documented = sum(isinstance(node, holders) and ast.get_docstring(node) is not None for node in nodes)
-        return sum(isinstance(node, ast.stmt) for node in nodes) - documented
+        every = nodes(self.tree)
+        documented = sum(isinstance(node, holders) and ast.get_docstring(node) is not None for node in every)
+        return sum(isinstance(node, ast.stmt) for node in every) - documented
 
     @cached_property
     def bindings(self) -> dict[str, tuple[str, str]]:
         """Names imported from another module: name -> (module, name there)."""
         return {
             alias.asname or alias.name: (origin, alias.name)
-            for node in ast.walk(self.tree)
+            for node in nodes(self.tree)
             if isinstance(node, ast.ImportFrom)
             for origin in [self._origin(node)]
             for alias in node.names
@@ -104,13 +104,13 @@ class Module:
 
     def imports(self) -> Iterator[tuple[str, str | None]]:
         """(module, name) of each import statement, wherever it stands; the name is None for `import module`."""
-        for node in ast.walk(self.tree):
+        for node in nodes(self.tree):
             if isinstance(node, ast.Import):
                 yield from ((alias.name, None) for alias in node.names)
             elif isinstance(node, ast.ImportFrom):
                 origin = self._origin(node)
                 yield from ((origin, alias.name) for alias in node.names)
-            elif isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in self._importers:
+            elif isinstance(node, ast.Call) and _called(node) in self._importers:
                 given = [*node.args[:1], *(word.value for word in node.keywords if word.arg == "name")]
                 yield from (
                     (arg.value, None) for arg in given if isinstance(arg, ast.Constant) and isinstance(arg.value, str)
@@ -130,7 +130,7 @@ class Module:
         """The first words of what `import package.module` binds."""
         return {
             alias.name.partition(".")[0]
-            for node in ast.walk(self.tree)
+            for node in nodes(self.tree)
             if isinstance(node, ast.Import)
             for alias in node.names
             if alias.asname is None
@@ -167,6 +167,14 @@ class Module:
                 yield from walk(child, inner)
 
         return walk(self.tree, "")
+
+
+def _called(call: ast.Call) -> str:
+    """The last name of what is called; empty if it has none."""
+    match call.func:
+        case ast.Name(id=name) | ast.Attribute(attr=name):
+            return name
+    return ""
 
 
 def _of_a_face(node: ast.stmt) -> bool:

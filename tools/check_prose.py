@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from tools.documents import documents
-from tools.problem import PRODUCT, ROOT, Problem, relative, sources
+from tools.problem import PRODUCT, ROOT, Problem, nodes, relative, sources
 
 PROSELINT = (
     "archaism",
@@ -111,7 +111,7 @@ def all_findings(root: Path) -> Iterator[tuple[str, int, str]]:
 
 def findings_in_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
     """The names of test functions without a subject, or with a word that the project uses in a sense of its own."""
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             if RIDDLE.match(node.name):
                 yield node.lineno, f"a test's name without a subject: say what does what: {node.name!r}"
@@ -169,7 +169,7 @@ def texts_of_page(page: str) -> Iterator[tuple[int, str]]:
 
 def texts_of_module(tree: ast.Module) -> Iterator[tuple[int, str]]:
     """Docstrings, texts behind an attribute, and messages of errors."""
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         match node:
             case ast.Expr(value=ast.Constant(value=str() as text)):
                 for paragraph in re.split(r"\n\s*\n|\n(?=\s*(?:[-*]|\d+\.) )", text):

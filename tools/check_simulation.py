@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from tools.problem import Problem, main, relative, sources
+from tools.problem import Problem, main, nodes, parsed, relative, sources
 
 SUPPORT = "tests/support"
 BARE = f"{SUPPORT}/step_simulation.py"
@@ -56,9 +56,11 @@ def check(root: Path) -> Iterator[Problem]:
     others = sorted((root / "tests" / "sim").glob("*.py"))
     for file in [*whole, root / BARE, root / PEOPLE, *others]:
         path = relative(file, root)
-        yield from of_its_own(path, parsed(file), set(STANDS_FOR) if path == BARE else set())
+        yield from of_its_own(
+            path, parsed(file.read_text(encoding="utf-8")), set(STANDS_FOR) if path == BARE else set()
+        )
     for file in whole:
-        yield from writes_itself(relative(file, root), parsed(file))
+        yield from writes_itself(relative(file, root), parsed(file.read_text(encoding="utf-8")))
     yield from parts_are_checked(whole, root)
 
 
@@ -68,15 +70,11 @@ def whole_clusters(root: Path) -> list[Path]:
     return [*sorted(folder.glob("simulated_*.py")), folder / "virtual_time.py", folder / "invariants.py"]
 
 
-def parsed(file: Path) -> ast.Module:
-    return ast.parse(file.read_text(encoding="utf-8"))
-
-
 def names_exist(root: Path) -> Iterator[Problem]:
     """A name that the product has lost would be looked for in vain."""
-    nodes = [node for _, _, tree in sources(root) for node in ast.walk(tree)]
-    classes = {node.name for node in nodes if isinstance(node, ast.ClassDef)}
-    functions = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+    every = [node for _, _, tree in sources(root) for node in nodes(tree)]
+    classes = {node.name for node in every if isinstance(node, ast.ClassDef)}
+    functions = {node.name for node in every if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
     for name in sorted((RECORDS | DECIDED) - classes | FUNCTIONS - functions):
         yield Problem("tools/check_simulation.py", 1, f"the product defines no {name}: write its new name here")
 
@@ -84,7 +82,7 @@ def names_exist(root: Path) -> Iterator[Problem]:
 def of_its_own(path: str, tree: ast.Module, allowed: set[str]) -> Iterator[Problem]:
     """What is production's to construct or define, and is constructed or defined here; and exceptions not needed."""
     found = set[str]()
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         name = ""
         if isinstance(node, ast.Call):
             called = node.func
@@ -105,7 +103,7 @@ def of_its_own(path: str, tree: ast.Module, allowed: set[str]) -> Iterator[Probl
 
 def writes_itself(path: str, tree: ast.Module) -> Iterator[Problem]:
     """All transactions of whole clusters but the job's creation come from production."""
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.Call) and "Put" in (getattr(node.func, "id", ""), getattr(node.func, "attr", "")):
             yield Problem(path, node.lineno, "puts a record itself: let production write it")
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
@@ -118,7 +116,7 @@ def parts_are_checked(whole: list[Path], root: Path) -> Iterator[Problem]:
     """A module of the support folder that the simulation of whole clusters imports belongs to it."""
     names = {file.stem for file in whole} | {Path(PEOPLE).stem}
     for file in whole:
-        for node in ast.walk(parsed(file)):
+        for node in nodes(parsed(file.read_text(encoding="utf-8"))):
             if not isinstance(node, ast.ImportFrom) or not node.module or node.module in names:
                 continue
             if (root / SUPPORT / f"{node.module}.py").exists():

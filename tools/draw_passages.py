@@ -18,7 +18,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from tools.problem import ROOT, relative, sources
+from tools.problem import ROOT, nodes, relative, sources
 
 LENGTHS = 12, 220
 """The least and greatest number of words of a passage. A longer one is cut at the end of a paragraph or a line."""
@@ -47,7 +47,7 @@ def _short_block(block: re.Match[str]) -> str:
 def errors(root: Path) -> Iterator[Passage]:
     """The messages of the errors that the product raises. A value is printed as the expression in braces."""
     for path, _, tree in sources(root):
-        for node in ast.walk(tree):
+        for node in nodes(tree):
             if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
                 call = node.exc
                 parts = [*call.args, *(one.value for one in call.keywords)]
@@ -77,7 +77,7 @@ def helps(root: Path) -> Iterator[Passage]:
 def docstrings(root: Path) -> Iterator[Passage]:
     """The docstrings of public modules, classes and functions, with the line that defines them."""
     for path, _, tree in sources(root):
-        for node in ast.walk(tree):
+        for node in nodes(tree):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
                 name = getattr(node, "name", "")
                 text = ast.get_docstring(node)

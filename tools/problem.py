@@ -46,6 +46,12 @@ def parsed(text: str) -> ast.Module:
     return ast.parse(text)
 
 
+@cache
+def nodes(tree: ast.Module) -> list[ast.AST]:
+    """All nodes of a tree; several checkers walk over one module."""
+    return list(ast.walk(tree))
+
+
 def sources(root: Path, packages: tuple[str, ...] = PRODUCT) -> Iterator[tuple[str, str, ast.Module]]:
     """(path, text, tree) of each hand-written product module."""
     for package in packages:
