@@ -33,6 +33,7 @@ class EngineCapabilities:
     adapters: bool = _row("loads adapters alone (`train.lora.publish: adapter`)")
     judge_adapters: bool = _row("serves judges that are adapters of the policy's model (`judges[].adapter`)")
     pictures: bool = _row("pictures in prompts")
+    partial_updates: bool = _row("gets only what is trained (`train.freeze`)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +68,7 @@ ENGINES: Mapping[str, EngineCapabilities] = {
         adapters=True,
         judge_adapters=True,
         pictures=True,
+        partial_updates=True,
     ),
     "sglang": EngineCapabilities(
         devices="CPU, or GPUs",
@@ -83,6 +85,7 @@ ENGINES: Mapping[str, EngineCapabilities] = {
         adapters=False,
         judge_adapters=False,
         pictures=False,
+        partial_updates=False,
     ),
     "vllm": EngineCapabilities(
         devices="CPU, or GPUs",
@@ -99,6 +102,7 @@ ENGINES: Mapping[str, EngineCapabilities] = {
         adapters=True,
         judge_adapters=False,
         pictures=False,
+        partial_updates=False,
     ),
     "hf": EngineCapabilities(
         devices="CPU, or one GPU",
@@ -115,6 +119,7 @@ ENGINES: Mapping[str, EngineCapabilities] = {
         adapters=True,
         judge_adapters=False,
         pictures=False,
+        partial_updates=True,
     ),
 }
 

@@ -191,6 +191,10 @@ def _of_train(train: TrainSpec) -> Iterator[str]:
         yield f"critic needs advantage: gae; advantage {train.advantage!r} uses no critic"
     if train.gae_lambda != 1 and train.advantage != "gae":
         yield f"gae_lambda needs advantage: gae, not {train.advantage!r}; leave it out"
+    if len(set(train.freeze)) < len(train.freeze):
+        yield f"freeze names {train.freeze[0]!r} twice; name it once"
+    if train.freeze and train.lora is not None:
+        yield "freeze excludes parts from training, and lora trains adapters alone; leave one of the two out"
     if train.kl_max is not None and not (train.kl_coef > 0 and train.kl_kind == "k3"):
         why = f"the estimator is {train.kl_kind!r}" if train.kl_coef > 0 else "kl_coef is 0"
         yield f"kl_max limits k3, but {why}; leave it out, or set kl_coef above 0 and kl_estimator: k3"
@@ -296,6 +300,13 @@ class TrainSpec(Section):
         None,
         exclude_if=is_unset,
         description="Low-rank adapters, trained in place of the whole policy. A critic is trained whole",
+    )
+    freeze: tuple[Literal["vision", "projector"], ...] = Field(
+        (),
+        max_length=2,
+        exclude_if=lambda parts: not parts,
+        description="Parts of a vision-language model that are not trained. vision: the vision tower. projector: the layers that convert "
+        "its features for the language model. Default: everything is trained",
     )
     learning_rate: Annotated[float, Field(ge=0)] = Field(1e-6, description="Peak learning rate")
     warmup_updates: Annotated[int, Field(ge=0)] = Field(

@@ -48,6 +48,10 @@ ADAPTER_PREFIX = "base_model.model."
 BASE_FILE = "base_model.json"
 """A file beside adapters with the digests of the base model's weights."""
 
+FROZEN_FILE = "frozen.json"
+"""A file in a folder of staged weights with the names of the parameters that it lacks, because they are not trained
+(`train.freeze`). Engines keep them from the initial model."""
+
 EMULATED_FILE = "emulated.json"
 """A file that marks folders written by emulated train ranks, which contain no weights."""
 

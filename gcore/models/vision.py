@@ -22,7 +22,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -44,6 +44,21 @@ def has_vision(config: Any) -> bool:
     """Whether the model of this configuration (an object or a tree of `config.json`) has a vision tower."""
     found = config.get("vision_config") if isinstance(config, Mapping) else getattr(config, "vision_config", None)
     return found is not None
+
+
+TOWERS = frozenset({"visual", "vision_tower", "vision_model"})
+"""Names of a vision tower among a model's modules."""
+
+PROJECTORS = frozenset({"multi_modal_projector", "connector", "merger", "deepstack_merger_list"})
+"""Names of modules that convert features of the tower for the language model; they may be inside the tower."""
+
+
+def part_of(parameter: str) -> Literal["vision", "projector", "language"]:
+    """The part of a vision-language model to which a parameter belongs, by its name."""
+    modules = set(parameter.split("."))
+    if modules & PROJECTORS:
+        return "projector"
+    return "vision" if modules & TOWERS else "language"
 
 
 def has_processor(folder: Path) -> bool:

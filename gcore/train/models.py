@@ -11,8 +11,8 @@ import contextlib
 import copy
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from gcore.models.vision import (
     PictureProcessor,
     has_vision,
     media_token_ids,
+    part_of,
     picture_arguments,
     set_text_attention,
     text_attention,
@@ -311,6 +312,8 @@ class RankModels:
     reference: Reference | BaseReference | None
     critic: TrainBackend | None = None
     """Its outputs are values, one for each scored token."""
+    frozen: Mapping[str, Tensor] = field(default_factory=dict)
+    """On rank 0, the policy's parameters that are not trained (`train.freeze`), float32 in host memory. They never change."""
 
 
 Fill = Callable[[str, nn.Module], None]
@@ -349,6 +352,7 @@ def load_models(
         add_adapters(module, train.lora, launch.spec.seed, model_dtype(folder), folder)
         if launch.checkpoint_path is not None:
             load_adapters(module, launch.checkpoint_path)
+    frozen = freeze_parts(module, train.freeze, folder)
     if fill is not None:
         fill("policy", module)
         tell()
@@ -372,12 +376,33 @@ def load_models(
     reference = _reference(policy, original, train, device)
     tell()
     if value_model is None or train.critic is None:
-        return RankModels(policy, reference)
+        return RankModels(policy, reference, frozen=frozen if launch.rank == 0 else {})
     if fill is not None:
         fill("critic", value_model)
     critic = _split(value_model, train, train.critic, feeding)
     tell()
-    return RankModels(policy, reference, critic)
+    return RankModels(policy, reference, critic, frozen if launch.rank == 0 else {})
+
+
+def freeze_parts(module: nn.Module, parts: Sequence[str], folder: Path) -> dict[str, Tensor]:
+    """Exclude these parts of a complete model (`train.freeze`) from training; returns their parameters by name.
+
+    Raises DataError if the model lacks one. `folder`: of the model, for errors.
+    """
+    model: Any = module
+    frozen = {}
+    for part in parts:
+        found = {name: one for name, one in module.named_parameters() if part_of(name) == part}
+        if not has_vision(model.config) or not found:
+            raise DataError(
+                f"a {_kind(module)} has no part {part!r} that could be frozen",
+                where=str(folder),
+                fix="Leave train.freeze out",
+            )
+        for name, parameter in found.items():
+            parameter.requires_grad_(False)
+            frozen[name] = parameter.detach()
+    return frozen
 
 
 def _vision_feeding(launch: RankLaunch, module: nn.Module) -> VisionFeeding | None:

@@ -14,6 +14,11 @@ def grouped_cases(split: int, *, few: bool) -> tuple[str, ...]:
     return ("engine", "gspo", "again", "updates", "streamed-engine")
 
 
+def vision_cases(split: int, cases: tuple[str, ...], size: int = 2) -> tuple[str, ...]:
+    """The cases with pictures that so many ranks run: all at one split of ZeRO, elsewhere those in which ranks have unequal work."""
+    return cases if split == 3 or size == 1 else ("mixed", "lonely", "frozen")
+
+
 def named(size: int, split: int) -> str:
     """How tests call a world of `size` ranks."""
     return f"{size} x {'FSDP2' if split == FSDP2 else f'ZeRO {split}'}"

@@ -525,7 +525,18 @@ def _check_source(
     config = json.loads((model.folder / "config.json").read_text(encoding="utf-8"))
     models = model_configs(spec, model.folder, judges)
     check_heads(spec, models)
+    check_freeze(spec, config)
     return CheckedJob(prompts, tuple(checked), attention_equals_at(config), model, judges, models)
+
+
+def check_freeze(spec: JobSpec, config: Mapping[str, object]) -> None:
+    """Check that the model has the parts that the job freezes. `config`: of the policy. Raises SpecError."""
+    if spec.train.freeze and config.get("vision_config") is None:
+        raise SpecError(
+            f"the model ({config.get('model_type')}) has no vision tower and no projector that could be frozen",
+            where="train.freeze",
+            fix="Leave it out, or use a vision-language model",
+        )
 
 
 def model_configs(spec: JobSpec, policy: Path, judges: Mapping[str, CheckedJudge]) -> ModelConfigs:

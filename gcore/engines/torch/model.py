@@ -9,8 +9,9 @@ which runner serves a model that loads.
 from __future__ import annotations
 
 import inspect
+import json
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +34,7 @@ from gcore.errors import DataError, EngineError, UsageError, one_line
 from gcore.models.adapter_checks import BaseFiles
 from gcore.models.adapters import adapted_tensors, check_fit
 from gcore.models.checks import check_code, require_config
-from gcore.models.layout import ADAPTER_FILE
+from gcore.models.layout import ADAPTER_FILE, FROZEN_FILE
 from gcore.models.row_adapters import AdapterMatrices, RowAdapters
 from gcore.models.vision import auto_class, has_processor, has_vision, media_token_ids, set_text_attention
 from gcore.system.memory import host_memory, is_out_of_memory, release_free_memory
@@ -408,8 +409,19 @@ def stage_weights(model: LoadedModel, folder: Path) -> StagedWeights:
         raise EngineError(
             "the folder has no weights (*.safetensors)", where=str(folder), fix="Provide a complete model folder"
         )
-    check_fit(own, tensors, folder, optional=own.keys() - set(_missing(own, tensors)))
+    left_out = _frozen_names(folder)
+    check_fit(own, tensors, folder, optional=(own.keys() - set(_missing(own, tensors))) | left_out)
     return StagedWeights(tensors)
+
+
+def _frozen_names(folder: Path) -> Set[str]:
+    """The parameters that the folder lacks because training does not change them. Raises EngineError."""
+    try:
+        return frozenset(json.loads((folder / FROZEN_FILE).read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        return frozenset()
+    except (OSError, ValueError, TypeError) as error:
+        raise EngineError(f"cannot read {FROZEN_FILE} ({one_line(error)})", where=str(folder)) from error
 
 
 def _missing(own: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> list[str]:

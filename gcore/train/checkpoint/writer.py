@@ -12,16 +12,19 @@ checkpoint is due while the previous one is still being written, all ranks wait 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from gcore.config.capabilities import ENGINES
 from gcore.config.train import LoraSpec
 from gcore.errors import DataError
 from gcore.models.adapter_checks import BaseFiles
@@ -44,6 +47,7 @@ from gcore.models.layout import (
     CRITIC_FOLDER,
     EXP_AVG_FILE,
     EXP_AVG_SQ_FILE,
+    FROZEN_FILE,
     MANIFEST_FILE,
     MODEL_FILE,
     FileEntry,
@@ -103,9 +107,17 @@ class HostSnapshot:
     critic alike. There is at most one snapshot; its memory is reused for the next checkpoint.
     """
 
-    def __init__(self, model: TrainBackend, weights_file: str = MODEL_FILE) -> None:
-        """`weights_file`: name of the file with the float32 weights."""
+    def __init__(
+        self, model: TrainBackend, weights_file: str = MODEL_FILE, frozen: Mapping[str, Tensor] = MappingProxyType({})
+    ) -> None:
+        """`weights_file`: name of the file with the float32 weights. `frozen`: parameters that it has in addition, float32 in
+        host memory; they never change and are not copied.
+        """
         self._model = model
+        self._frozen = {
+            name: SnapshotTensor(TensorShape("F32", tuple(one.shape)), one.contiguous().reshape(-1).numpy().data)
+            for name, one in frozen.items()
+        }
         self._kinds: Mapping[str, TensorKind] = {weights_file: "master", **MOMENTS}
         self._memory: dict[str, Tensor] = {}
 
@@ -137,7 +149,7 @@ class HostSnapshot:
             )
             at += _aligned(size)
             tell()
-        return SnapshotFile(name, copied)
+        return SnapshotFile(name, copied | self._frozen if kind == "master" else copied)
 
     def _all(self, kind: TensorKind, extra: list[NamedTensor]) -> Iterator[tuple[NamedTensor, torch.dtype]]:
         for one in self._model.tensors(kind):
@@ -192,15 +204,22 @@ class ServedWeights(Protocol):
 
 
 class WholeModel:
-    """A policy of which all weights are trained; implements `ServedWeights`."""
+    """A policy without adapters: its trained weights, and those that are frozen for engines that need a complete folder;
+    implements `ServedWeights`.
+    """
 
-    def __init__(self, policy: TrainBackend, dtype: torch.dtype) -> None:
+    def __init__(
+        self, policy: TrainBackend, dtype: torch.dtype, frozen: Mapping[str, Tensor] = MappingProxyType({})
+    ) -> None:
+        """`frozen`: on the writing rank, the frozen weights to serve."""
         self._policy = policy
         self._dtype = dtype
+        self._frozen = frozen
 
     def shapes(self) -> Mapping[str, TensorShape]:
         """Parameters in the served dtype, and buffers in their own."""
-        found = {name: TensorShape(CODES[self._dtype], shape) for name, shape in self._policy.shapes.items()}
+        parameters = {**self._policy.shapes, **{name: tuple(one.shape) for name, one in self._frozen.items()}}
+        found = {name: TensorShape(CODES[self._dtype], shape) for name, shape in parameters.items()}
         buffers = ((one.name, one.tensor) for one in self._policy.buffers())
         return found | {name: TensorShape(CODES[one.dtype], tuple(one.shape)) for name, one in buffers}
 
@@ -208,6 +227,8 @@ class WholeModel:
         """Gather the parameters one by one. A collective."""
         for one in self._policy.tensors("served"):
             yield NamedTensor(one.name, one.tensor.to(self._dtype))
+        for name, tensor in self._frozen.items():
+            yield NamedTensor(name, tensor.to(self._dtype))
         yield from self._policy.buffers()
 
 
@@ -289,15 +310,20 @@ class FolderPublisher:
         insisting: RetryingWriter,
         highest: Highest,
         base: BaseFiles | None = None,
+        frozen: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> None:
-        """`base`: files of the adapters' base model when the rank loaded it; None: as they are now."""
+        """`base`: files of the adapters' base model when the rank loaded it; None: as they are now. `frozen`: parameters that
+        are not trained, if this rank writes. Engines that keep theirs from the initial model get only what is trained.
+        """
         self._launch = launch
+        partial = ENGINES[launch.spec.rollout.engine].partial_updates
+        self._left_out = sorted(frozen) if partial else []
         lora, dtype = launch.spec.train.lora, model_dtype(launch.model_path)
         self._adapters: AdapterConfig | None = None
         """Description of the adapters, if they are published alone."""
         self._served: ServedWeights
         if lora is None:
-            self._served = WholeModel(model, dtype)
+            self._served = WholeModel(model, dtype, {} if partial else frozen)
         elif lora.publish == "merged":
             self._served = MergedModel(model, lora, launch.model_path, dtype, highest, base)
         else:
@@ -331,6 +357,8 @@ class FolderPublisher:
                 with replace_folder(target, owner=self._launch.world, durable=False) as folder:
                     if self._adapters is None:
                         copy_companions(self._launch.model_path, folder, _link_or_copy)
+                        if self._left_out:
+                            (folder / FROZEN_FILE).write_text(json.dumps(self._left_out), encoding="utf-8")
                         self._write_served(folder / MODEL_FILE, tensors, tell)
                     else:
                         (folder / ADAPTER_CONFIG).write_bytes(self._adapters.encode())
@@ -368,8 +396,9 @@ class CheckpointWriter:
         critic: TrainBackend | None = None,
         writer: BackgroundWriter | None = None,
         base: BaseFiles | None = None,
+        frozen: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> None:
-        """`base`: as of `FolderPublisher`."""
+        """`base`: as of `FolderPublisher`. `frozen`: the policy's parameters that are not trained, if this rank writes."""
         self._launch = launch
         self._writes = launch.rank == 0
         lora = launch.spec.train.lora
@@ -382,9 +411,8 @@ class CheckpointWriter:
         self._base_bytes = sum(size for size, _, _ in self._loaded.stamps.values())
         """Size of the base model's weights, which the first checkpoint reads."""
         self._adapters = None if lora is None else adapter_config(policy.module, lora, launch.model_path)
-        self._copies = [
-            _Model("", HostSnapshot(policy, MODEL_FILE if lora is None else ADAPTER_FILE), launch.model_path)
-        ]
+        snapshot = HostSnapshot(policy, MODEL_FILE if lora is None else ADAPTER_FILE, frozen)
+        self._copies = [_Model("", snapshot, launch.model_path)]
         if critic is not None:
             self._copies.append(_Model(f"{CRITIC_FOLDER}/", HostSnapshot(critic), launch.critic_path))
         self.writer = writer or BackgroundWriter(launch.run_path, launch.world)

@@ -157,8 +157,10 @@ def load_rank(
         progress = UpdateCounts.of(manifest)
     elif copies is None:
         log.info("training starts from %s; Adam's moments are zero", launch.model_path)
-    saver = CheckpointWriter(launch, models.policy, models.critic, writer, base)
-    publisher = FolderPublisher(launch, models.policy, saver.writer, saver.insisting, collective.max, base)
+    saver = CheckpointWriter(launch, models.policy, models.critic, writer, base, models.frozen)
+    publisher = FolderPublisher(
+        launch, models.policy, saver.writer, saver.insisting, collective.max, base, models.frozen
+    )
     publisher.stage(Version(launch.lineage, launch.start.step), loading)
     loading()
     copier = StateReplicator(launch, collective, models)

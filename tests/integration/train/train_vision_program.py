@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from rank_splits import FSDP2, split_of
+from rank_splits import FSDP2, split_of, vision_cases
 from safetensors.torch import save_file
 from train_rank_program import join, run, written
 
@@ -28,6 +28,7 @@ from gcore.models.vision import REPEATS, PictureProcessor, auto_class, media_tok
 from gcore.system.clock import SystemClock
 from gcore.testing.models import rank_launch
 from gcore.testing.vision_models import IMAGE, VISION_END, VISION_START, make_picture, make_tiny_vision_model
+from gcore.train.backends.base import TensorKind
 from gcore.train.rank.feed import StepInput, TrainGroup, TrainSample, remaining_parts
 from gcore.types import Medium, PromptRef, Version
 
@@ -45,9 +46,12 @@ CASES: dict[str, dict[str, Any]] = {
     "lonely": {"pictures": ("", "b", ""), "masked": ((), (0, 2), ())},
     "text": {"pictures": ("", "", "")},
     "clip": ALL | {"family": "llava"},
+    "frozen": ALL | {"freeze": ["vision"]},
+    "frozen-both": {"pictures": ("", "b", ""), "masked": ((), (0, 2), ()), "freeze": ["projector", "vision"]},
     "parts": ALL | {"parts": (2, 1, 2)},
 }
 """`pictures`: those of each group's prompt. `masked`: samples of each group that are not trained. `parts`: of a streamed step."""
+KINDS: tuple[TensorKind, ...] = ("master", "exp_avg", "exp_avg_sq")
 OWN = ("pictures", "masked", "parts", "family")
 BUDGETS = {1: 40, 2: 60, 3: 1000, FSDP2: 50}
 """Tokens of a micro-batch, by stage: most have no picture, or one; one micro-batch has all."""
@@ -172,23 +176,30 @@ def spec(folder: Path, case: str, stage: int) -> dict[str, Any]:
 
 def rank_process(folder: Path, rank: int, size: int) -> None:
     """Every case with every backend; leaves checkpoints, whose exp_avg is (1 - beta1) times the gradient."""
-    from gcore.train.checkpoint.writer import CheckpointWriter, FolderPublisher, UpdateCounts
-    from gcore.train.models import load_models
+    from gcore.models.layout import Manifest
+    from gcore.train.checkpoint.writer import CheckpointWriter, FolderPublisher, UpdateCounts, restore_optimizer
+    from gcore.train.models import RankModels, load_models
     from gcore.train.step import StepTrainer
 
     world = join(folder, rank, size)
     writers = []
+
+    def trainer_of(case: str, stage: int, at: Path, **start: Any) -> tuple[StepTrainer, RankModels]:
+        launch = rank_launch(spec(folder, case, stage), at, rank=rank, world_size=size, **start)
+        blobs = {"store": "http://127.0.0.1:1", "key": "", "folder": str(folder / "blobs")}
+        launch = type(launch).model_validate(launch.model_dump() | {"blobs": blobs})
+        models = load_models(launch, world.device, world.max, lambda: None)
+        saver = CheckpointWriter(launch, models.policy, frozen=models.frozen)
+        writers.append(saver.writer)
+        publisher = FolderPublisher(
+            launch, models.policy, saver.writer, saver.insisting, world.max, frozen=models.frozen
+        )
+        return StepTrainer(launch, world, models, saver, publisher, SystemClock(), UpdateCounts(0, 0)), models
+
     for stage in (1, 2, 3, FSDP2) if size > 1 else (2,):
-        for case in CASES:
+        for case in vision_cases(stage, tuple(CASES), size):
             at = folder / f"{case}-{stage}-{size}"
-            launch = rank_launch(spec(folder, case, stage), at, rank=rank, world_size=size)
-            blobs = {"store": "http://127.0.0.1:1", "key": "", "folder": str(folder / "blobs")}
-            launch = type(launch).model_validate(launch.model_dump() | {"blobs": blobs})
-            models = load_models(launch, world.device, world.max, lambda: None)
-            saver = CheckpointWriter(launch, models.policy)
-            writers.append(saver.writer)
-            publisher = FolderPublisher(launch, models.policy, saver.writer, saver.insisting, world.max)
-            trainer = StepTrainer(launch, world, models, saver, publisher, SystemClock(), UpdateCounts(0, 0))
+            trainer, _ = trainer_of(case, stage, at)
             seal, held = make_step(folder, case)
             parts = CASES[case].get("parts", ())
             seal = seal.model_copy(update={"world_size": size, "parts": parts, "ready_parts": len(parts)})
@@ -199,6 +210,16 @@ def rank_process(folder: Path, rank: int, size: int) -> None:
             result = trainer.run(StepInput(seal, work.layout, rank, held, begun=begun), lambda phase: None)
             (at / f"metrics-{rank}.json").write_text(json.dumps(dict(result.metrics)))
     written(writers)
+    for before, after in ((3, FSDP2), (FSDP2, 1)) if size > 1 else ():
+        at = folder / f"frozen-{before}-{size}"
+        start = {"step": 1, "checkpoint": "checkpoints/0-1"}
+        _, models = trainer_of("frozen", after, at, start=start)
+        saved = at / "checkpoints" / "0-1"
+        restore_optimizer(models.policy, saved, Manifest.decode((saved / "manifest.json").read_bytes()))
+        found = {kind: {one.name: one.tensor.clone() for one in models.policy.tensors(kind)} for kind in KINDS}
+        if rank == 0:
+            for kind, tensors in found.items():
+                save_file(tensors, at / f"resumed-{kind}.safetensors")
     world.leave()
     sys.stdout.flush()
     os._exit(0)

@@ -94,3 +94,16 @@ def test_an_adapter_that_cannot_judge_is_refused(changes: dict[str, Any], said: 
     with pytest.raises(SpecError) as error:
         parse_spec(judged(**changes))
     assert said in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("train", "said"),
+    [
+        ({"freeze": ["vision"], "lora": {"rank": 4}}, "freeze excludes parts from training, and lora"),
+        ({"freeze": ["vision", "vision"]}, "freeze names 'vision' twice"),
+        ({"freeze": ["tower"]}, "'vision' or 'projector'"),
+    ],
+)
+def test_frozen_parts_that_contradict_are_refused(train: dict[str, Any], said: str) -> None:
+    with pytest.raises(SpecError, match=said):
+        parse_spec(BASIC | {"rollout": {"max_new_tokens": 4}, "train": train})

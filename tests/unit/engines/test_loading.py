@@ -143,3 +143,19 @@ def test_a_cache_in_which_no_request_fits_is_refused_at_the_start(tmp_path: Path
     with pytest.raises(UsageError, match=r"a cache of 1 tokens is too small.*rollout\.cache_tokens"):
         start_engine(EngineLaunch(model=folder, device="cpu", cache_tokens=1), None)
     assert start_engine(EngineLaunch(model=folder, device="cpu", cache_tokens=200), None).longest >= 2
+
+
+def test_a_folder_may_lack_what_it_lists_as_frozen(tmp_path: Path) -> None:
+    core = make_core(make_tiny_model(tmp_path / "served"))
+    folder = make_tiny_model(tmp_path / "new", seed=1)
+    lose_a_tensor(folder)
+    (folder / "frozen.json").write_text('["model.layers.1.mlp.up_proj.weight"]')
+    staged = stage_weights(core.model, folder)
+    assert "model.layers.1.mlp.up_proj.weight" not in staged.tensors
+    assert "model.layers.0.mlp.up_proj.weight" in staged.tensors
+    (folder / "frozen.json").write_text('["model.layers.0.mlp.up_proj.weight"]')
+    with pytest.raises(EngineError, match=r"lacks model\.layers\.1\.mlp\.up_proj\.weight"):
+        stage_weights(core.model, folder)
+    (folder / "frozen.json").write_text("[")
+    with pytest.raises(EngineError, match=r"cannot read frozen\.json"):
+        stage_weights(core.model, folder)

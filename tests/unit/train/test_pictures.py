@@ -39,7 +39,7 @@ from gcore.testing.vision_models import (
 )
 from gcore.train.batching import Feeding, MicroBatch, VisionFeeding, make_batch, make_dummy, score_batch
 from gcore.train.hf_models import check_names, load_module, logits_of
-from gcore.train.models import _trial_rows, choose_feeding
+from gcore.train.models import _trial_rows, choose_feeding, freeze_parts
 from gcore.train.packing import MicroPlan, Rectangle
 from gcore.train.rank.feed import StepInput, TrainGroup, TrainSample
 from gcore.types import Medium, PromptRef, Version
@@ -275,3 +275,22 @@ def test_a_text_model_has_no_vision(tmp_path: Path) -> None:
     assert not has_vision(module.config)
     assert media_token_ids(module.config) == ()
     assert text_attention(module) == module.config._attn_implementation
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_family_has_parts_that_can_be_frozen(folders: dict[str, Path], family: Family) -> None:
+    module = load_module(folders[family], torch.float32)
+    tower = freeze_parts(module, ["vision"], folders[family])
+    projector = freeze_parts(module, ["projector"], folders[family])
+    left = {name for name, one in module.named_parameters() if one.requires_grad}
+    assert tower.keys()
+    assert projector.keys()
+    assert not tower.keys() & projector.keys()
+    assert left
+    assert not any("visi" in name or "visual" in name for name in left)
+
+
+def test_a_text_model_has_nothing_to_freeze(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path)
+    with pytest.raises(DataError, match="has no part 'vision'"):
+        freeze_parts(load_module(folder, torch.float32), ["vision"], folder)

@@ -13,7 +13,7 @@ from placed_views import engine, place, placed
 
 from controllers.accounting.attribution import VacantPlaces, slots_left_by_ranks
 from controllers.accounting.step_account import StepAccountBuilder
-from controllers.api.submission.checks import check_engine, check_heads, check_spans
+from controllers.api.submission.checks import check_engine, check_freeze, check_heads, check_spans
 from controllers.cli.view.placement import slot_roles
 from controllers.rules.actions import SleepEngine, WakeEngine
 from controllers.rules.memory import apply_sleep_plan, owned_engines
@@ -54,10 +54,13 @@ def judge(name: str = "tutor", **serving: Any) -> dict[str, Any]:
 
 
 def spec(
-    rollout: dict[str, Any] | None = None, *judges: dict[str, Any], placement: dict[str, Any] | None = None
+    rollout: dict[str, Any] | None = None,
+    *judges: dict[str, Any],
+    placement: dict[str, Any] | None = None,
+    train: dict[str, Any] | None = None,
 ) -> JobSpec:
     tree: dict[str, Any] = {"name": "j", "model": {"path": "/m"}, "data": {"path": "d"}, "flow": {"steps": 3}}
-    tree |= {"rollout": {"max_new_tokens": 4} | (rollout or {}), "placement": placement or {}}
+    tree |= {"rollout": {"max_new_tokens": 4} | (rollout or {}), "placement": placement or {}, "train": train or {}}
     parts = [{"label": one["name"], "judge": one["name"]} for one in judges]
     return parse_spec(tree | ({"judges": list(judges), "reward": {"parts": parts}} if judges else {}))
 
@@ -337,3 +340,11 @@ def test_engines_that_have_slots_in_common_are_one_controllers_while_their_nodes
     assert all(len(found) < 16 for found in of.values()), "they are shared out"
     for name, found in of.items():
         assert {int(one.slot[4:]) + 1 for one in found.values()} == {int(one.slot[4:]) for one in judges[name].values()}
+
+
+def test_parts_are_frozen_only_in_models_that_have_a_vision_tower() -> None:
+    job = spec(train={"freeze": ["projector"]})
+    check_freeze(job, {"model_type": "qwen3_vl", "vision_config": {"depth": 1}})
+    check_freeze(spec(), {"model_type": "qwen3"})
+    with pytest.raises(SpecError, match=r"train\.freeze: the model \(qwen3\) has no vision tower"):
+        check_freeze(job, {"model_type": "qwen3"})
