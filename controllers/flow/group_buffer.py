@@ -197,8 +197,8 @@ class GroupBuffer:
         lengths = sum(sample.own_tokens for sample in group.samples)
         self._scores[group.ref] = (math.fsum(sample.reward for sample in group.samples) / count, lengths / count)
 
-    def add_group(self, group: Group) -> None:
-        """Hold a finished group."""
+    def add_group(self, group: Group, patches: int = 0, picture_tokens: int = 0) -> None:
+        """Hold a finished group. `patches`, `picture_tokens`: as in its offer."""
         self._seen = None
         self._scores.pop(group.ref, None)
         self._groups[group.ref] = group
@@ -214,6 +214,8 @@ class GroupBuffer:
             truncated=sum(is_truncated(sample) for sample in group.samples),
             parts=group_parts(group),
             observed=_observed(group),
+            patches=patches,
+            picture_tokens=picture_tokens,
         )
 
     def record_outcome(self, ref: PromptRef, outcome: Outcome, holder: str, version: Version, source: str) -> None:

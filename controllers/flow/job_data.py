@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import NamedTuple
 
 from gcore.config.data import ResolvedSource
 from gcore.config.reward import RewardSpec
 from gcore.config.spec import JobSpec, eval_sources, training_sources
 from gcore.data.stream import EvalPromptSource, JobPrompts, PromptStream
 from gcore.errors import EngineError, EngineUnreachable
+from gcore.ledger.records.cluster import patch_cost
 from gcore.reward.api import Response, RewardError, RewardResult, Scored
 from gcore.reward.judges.judge import Judge
 from gcore.reward.pool import FunctionScorer
@@ -24,7 +27,14 @@ from gcore.reward.scorer import ResponseNotJudged, Scorer, reward_functions
 from gcore.rollout.client import SamplingParams
 from gcore.rollout.environments.api import ENVIRONMENT
 from gcore.rollout.postprocess import is_truncated
-from gcore.types import Prompt, PromptRef, Sample, Version
+from gcore.types import Group, Prompt, PromptRef, Sample, Version
+
+
+class PictureWork(NamedTuple):
+    """Patches of a group's distinct pictures, and the tokens for which the language model costs the same."""
+
+    patches: int
+    tokens: int
 
 
 @dataclass(frozen=True)
@@ -40,6 +50,18 @@ class JobData:
     """The held-out prompts, in the order of the spec."""
     evaluated: Mapping[str, SourcePipeline]
     """The pipelines of the evaluation sets, by set."""
+
+    def picture_work(self, group: Group) -> PictureWork:
+        """The work of the vision tower for the distinct pictures of a group, forward and backward."""
+        opened, _ = self.stream.found(group.ref)
+        sizes = {one.sha256: one.shape[:2] for one in group.all_media if one.kind == "picture"}
+        if opened.pictures is None or not sizes:
+            return PictureWork(0, 0)
+        rule = opened.pictures.rule
+        patches = sum(rule.patch_count(height, width) for height, width in sizes.values())
+        # A backward pass costs twice as much as a forward pass, and a frozen tower has none.
+        passes = 1 / 3 if "vision" in self.spec.train.freeze else 1.0
+        return PictureWork(patches, math.ceil(patches * passes * patch_cost(rule.config)))
 
     @property
     def is_held_back(self) -> bool:

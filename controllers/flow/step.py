@@ -117,7 +117,8 @@ class JobStep:
         if not is_ancestor(head, self.version):
             return
         if is_acceptable(head, head.step + 1, group.versions, view.rules.staleness):
-            self._context.buffer.add_group(group)
+            work = self._context.data.picture_work(group) if group.all_media else ()
+            self._context.buffer.add_group(group, *work)
             return
         made_by = ", ".join(map(str, group.versions))
         if view.rules.staleness and all(is_ancestor(head, version) for version in group.versions):

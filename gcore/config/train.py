@@ -322,6 +322,12 @@ class TrainSpec(Section):
         8192,
         description="Tokens in one micro-batch of a rank, or of sequence_parallel ranks together. Lower it if memory runs out",
     )
+    micro_batch_patches: PositiveInt | None = Field(
+        None,
+        exclude_if=is_unset,
+        description="Patches that the vision tower computes in one micro-batch, at most. Lower it if memory runs out in the tower. "
+        "Default: four times micro_batch_tokens",
+    )
     packing: Literal["auto", "packed", "bucketed"] = Field(
         "auto",
         description="Layout of a micro-batch. packed: sequences end to end without padding. bucketed: padded rows of similar "
@@ -434,6 +440,11 @@ class TrainSpec(Section):
         if not self.stream:
             return None
         return self.stream_min or max(1, -(-groups // PARTS))
+
+    @property
+    def most_patches(self) -> int:
+        """Maximum number of patches in a micro-batch after defaults. Four patches are one token in Qwen's models."""
+        return self.micro_batch_patches or 4 * self.micro_batch_tokens
 
     @property
     def kl_kind(self) -> Literal["k1", "k2", "k3", "k3+"]:

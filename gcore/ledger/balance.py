@@ -14,6 +14,10 @@ With sequence parallelism, `seal.sequence_parallel` consecutive ranks form a seq
 groups, and every rank of a group gets the group's share, because each computes a part of every sample. The receipt of
 the group's first rank lists the share, so that each sample is in one receipt.
 
+Where groups have pictures, a rank encodes the pictures of a group once in each micro-batch with samples of it. This cost
+counts once for each rank that has a sample of the group. So samples of one group stay together, unless it is cheaper
+to encode its pictures on a further rank.
+
 The cost of a sample is a polynomial of its length: linear for the matrix products, quadratic for attention. The length
 at which the two are equal depends on the model, so the controller that seals writes it into the seal
 (`gcore.ledger.records.cluster`). A masked sample costs nothing: it is not computed, and only its reward counts.
@@ -33,6 +37,7 @@ from __future__ import annotations
 import hashlib
 import heapq
 import itertools
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -115,6 +120,20 @@ def slot_cost(seal: Seal, slot: SampleSlot) -> int:
     return sample_cost(group.prompt_tokens + group.response_tokens[slot.sample], seal.attention_equals_at)
 
 
+def picture_cost(seal: Seal, group: int) -> int:
+    """Compute cost of encoding the pictures of a seal's group once, in the unit of `sample_cost`; 0 without pictures."""
+    return seal.groups[group].picture_tokens * seal.attention_equals_at
+
+
+def pictured_groups(seal: Seal, unit: Unit) -> frozenset[int]:
+    """The groups with pictures of which a unit has samples that are computed."""
+    return frozenset(s.group for s in unit if seal.groups[s.group].patches and slot_cost(seal, s))
+
+
+MOVES = 4
+"""Maximum number of moves per unit by which a layout with pictures is improved."""
+
+
 def balance_samples(seal: Seal, units_of: Callable[[Iterable[SampleSlot]], list[Unit]] = single_units) -> StepLayout:
     """Assign a seal's samples to `seal.world_size` ranks and `seal.mini_batches` optimizer updates.
 
@@ -159,8 +178,10 @@ def _spread(
     samples, then to the lower one.
     """
     slots = (SampleSlot(group, sample) for group in groups for sample in range(len(seal.groups[group].response_tokens)))
-    weighed = sorted((-sum(slot_cost(seal, slot) for slot in unit), unit) for unit in units_of(slots))
-    count = seal.world_size // seal.sequence_parallel
+    units, count = units_of(slots), seal.world_size // seal.sequence_parallel
+    if any(seal.groups[group].patches for group in groups):
+        return _spread_with_pictures(seal, units, count)
+    weighed = sorted((-sum(slot_cost(seal, slot) for slot in unit), unit) for unit in units)
     shares: list[list[SampleSlot]] = [[] for _ in range(count)]
     loads = [(0, 0, number) for number in range(count)]  # ascending, so already a heap
     for negative_cost, unit in weighed:
@@ -168,6 +189,79 @@ def _spread(
         shares[number].extend(unit)
         heapq.heapreplace(loads, (load - negative_cost, taken + len(unit), number))
     return tuple(tuple(sorted(share)) for share in shares)
+
+
+class _Share:
+    """The units of one sequence group of ranks, and their cost with the pictures of their groups."""
+
+    def __init__(self, seal: Seal) -> None:
+        self._seal = seal
+        self._pictured: Counter[int] = Counter()  # number of units by group with pictures
+        self.units: list[Unit] = []
+        self.load = 0
+
+    def cost_to_add(self, unit: Unit) -> int:
+        """By how much the load grows with a unit."""
+        new = (group for group in pictured_groups(self._seal, unit) if not self._pictured[group])
+        return self._own(unit) + sum(picture_cost(self._seal, group) for group in new)
+
+    def cost_to_remove(self, unit: Unit) -> int:
+        """By how much the load falls without one of its units."""
+        last = (group for group in pictured_groups(self._seal, unit) if self._pictured[group] == 1)
+        return self._own(unit) + sum(picture_cost(self._seal, group) for group in last)
+
+    def add(self, unit: Unit) -> None:
+        """Add a unit."""
+        self.load += self.cost_to_add(unit)
+        self.units.append(unit)
+        self._pictured.update(pictured_groups(self._seal, unit))
+
+    def remove(self, unit: Unit) -> None:
+        """Remove one of its units."""
+        self.load -= self.cost_to_remove(unit)
+        self.units.remove(unit)
+        self._pictured.subtract(pictured_groups(self._seal, unit))
+
+    def _own(self, unit: Unit) -> int:
+        return sum(slot_cost(self._seal, slot) for slot in unit)
+
+
+def _spread_with_pictures(seal: Seal, units: list[Unit], count: int) -> tuple[tuple[SampleSlot, ...], ...]:
+    """Spread units of which some have pictures over `count` sequence groups. Returns the samples of each, ascending.
+
+    First the units of each group with pictures stay together, the most expensive go first, each to the least load. Then
+    single units move from the most to the least loaded, as long as this lowers the greater of the two loads.
+    """
+    bundles: dict[tuple[int, ...] | Unit, list[Unit]] = {}
+    for unit in units:
+        bundles.setdefault(tuple(sorted(pictured_groups(seal, unit))) or unit, []).append(unit)
+    shares = [_Share(seal) for _ in range(count)]
+    loads = [(0, 0, number) for number in range(count)]
+    for _, bundle in sorted((-_load_of(seal, bundle), bundle) for bundle in bundles.values()):
+        _, taken, number = loads[0]
+        for unit in bundle:
+            shares[number].add(unit)
+        heapq.heapreplace(loads, (shares[number].load, taken + sum(map(len, bundle)), number))
+    for _ in range(MOVES * len(units)):
+        source = max(shares, key=lambda share: share.load)
+        target = min(shares, key=lambda share: share.load)
+        moves = (
+            (max(source.load - source.cost_to_remove(unit), target.load + target.cost_to_add(unit)), unit)
+            for unit in source.units
+        )
+        highest, unit = min(moves, default=(source.load, ()))
+        if highest >= source.load:
+            break
+        source.remove(unit)
+        target.add(unit)
+    return tuple(tuple(sorted(slot for unit in share.units for slot in unit)) for share in shares)
+
+
+def _load_of(seal: Seal, units: list[Unit]) -> int:
+    share = _Share(seal)
+    for unit in units:
+        share.add(unit)
+    return share.load
 
 
 def certain_groups(

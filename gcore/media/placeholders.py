@@ -134,6 +134,17 @@ class PictureRule(ABC):
         """Return the number of tokens of a picture of this size in pixels. Raises DataError."""
         return len(self.picture_ids(height, width))
 
+    def patch_count(self, height: int, width: int) -> int:
+        """Return the number of patches that the vision tower computes for a picture of this size in pixels."""
+        vision = self._folder.vision
+        side = self._folder.number(vision, "image_size", 224) // self._folder.number(vision, "patch_size", 14)
+        return side * side
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """The content of the model's config.json."""
+        return self._folder.config
+
     def expand(self, short_ids: Sequence[int], sizes: Sequence[Size]) -> tuple[int, ...]:
         """Replace the placeholder of each picture by its tokens. `sizes`: of the pictures, in order.
 
@@ -282,6 +293,10 @@ class SmartResizeRule(PictureRule):
         """Return rows and columns of patches of a picture of this size in pixels. Raises DataError."""
         rows, columns = self.target_size(height, width)
         return rows // self.patch_size, columns // self.patch_size
+
+    def patch_count(self, height: int, width: int) -> int:
+        rows, columns = self.grid(height, width)
+        return rows * columns
 
     def picture_ids(self, height: int, width: int) -> tuple[int, ...]:
         return (self.image_token_id,) * self.token_count(height, width)

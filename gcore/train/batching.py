@@ -564,7 +564,9 @@ def cut_step(work: StepInput, train: TrainSpec, feeding: Feeding) -> StepTensors
     vocabulary.
     """
     # With KL in the reward, masked samples are computed too, because their reward needs the KL of their tokens.
-    cutting = CutSettings(train.micro_batch_tokens, feeding.packing, masked=train.rewards_kl)
+    cutting = CutSettings(
+        train.micro_batch_tokens, feeding.packing, masked=train.rewards_kl, patches=train.most_patches
+    )
     plans = plan_step(work.seal, work.layout, work.rank, cutting)
     batches = tuple(tuple(make_batch(work, one, feeding) for one in plan.micro_batches) for plan in plans)
     return StepTensors(work, plans, batches)

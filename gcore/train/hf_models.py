@@ -32,6 +32,7 @@ from gcore.train.batching import LogitsOf, ModelInputs
 
 REMEDIES = (
     "micro_batch_tokens",
+    "micro_batch_patches",
     "activation_checkpointing",
     "zero_stage",
     "offload_reference",
@@ -73,6 +74,8 @@ def list_remedies(train: TrainSpec) -> dict[str, str]:
     them.
     """
     found = {"micro_batch_tokens": f"lower train.micro_batch_tokens (now {train.micro_batch_tokens})"}
+    if train.micro_batch_patches is not None:
+        found["micro_batch_patches"] = f"lower train.micro_batch_patches (now {train.micro_batch_patches})"
     if not train.activation_checkpointing:
         found["activation_checkpointing"] = "set train.activation_checkpointing: true"
     if train.zero_stage < 3:

@@ -11,6 +11,9 @@ split of all ranks from the seal, so they agree on the largest number without co
 splits its samples into that many anyway, evenly by cost (attention is quadratic in the length), so that ranks that wait
 for each other in every micro-batch have similar work. A rank with fewer samples than micro-batches runs empty ones.
 
+A micro-batch encodes each distinct picture once, and has at most a number of patches of pictures; a group with more gets
+micro-batches of its own.
+
 The split keeps units together: samples that must be in one micro-batch, because a loss compares them. A unit of a
 policy loss is one sample. A unit larger than the budget gets its own micro-batch.
 
@@ -20,11 +23,11 @@ are computed, because their reward needs it; they are not trained even then.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from gcore.ledger.balance import SampleSlot, StepLayout, Unit, sample_cost, single_units
+from gcore.ledger.balance import SampleSlot, StepLayout, Unit, picture_cost, sample_cost, single_units
 from gcore.ledger.records.chain import Seal
 
 Packing = Literal["packed", "bucketed"]
@@ -85,11 +88,14 @@ class MiniBatchPlan:
 
 @dataclass(frozen=True, slots=True)
 class CutSettings:
-    """How a step is split. `budget`: most tokens per micro-batch. `masked`: whether masked samples are computed too."""
+    """How a step is split. `budget`: most tokens per micro-batch. `masked`: whether masked samples are computed too.
+    `patches`: most patches of distinct groups' pictures per micro-batch.
+    """
 
     budget: int
     packing: Packing
     masked: bool = False
+    patches: int = 1 << 62
 
 
 def plan_step(
@@ -108,7 +114,7 @@ def plan_step(
     for number in range(layout.mini_batches):
         shares = layout.shares[number]
         computed = [units_of(slot for slot in share if cutting.masked or not is_masked(seal, slot)) for share in shares]
-        count = max(sum(1 for _ in _cut(_sorted(seal, units), cutting, None)) for units in computed)
+        count = max(sum(1 for _ in _cut(_sorted(seal, units, cutting), cutting, None)) for units in computed)
         # A single rank or sequence group has no others to wait for, so it uses as few micro-batches as possible.
         own = cut_evenly(seal, computed[layout.group_of(rank)], cutting, count if len(shares) > 1 else 1)
         responses = [
@@ -133,12 +139,14 @@ def cut_evenly(seal: Seal, units: list[Unit], cutting: CutSettings, count: int) 
     `count` 1: as few as possible. Otherwise: at most `count`, with the lowest maximum cost; `count` must be at least
     the number that the budget requires.
     """
-    ordered = _sorted(seal, units)
+    ordered = _sorted(seal, units, cutting)
     found = tuple(_cut(ordered, cutting, None))
     if count <= 1 or not ordered:
         return found
     costs = [one.cost for one in ordered]
-    low, high = max(max(costs), sum(costs) // count), sum(costs)
+    pictures = [sum(cost for _, cost in one.pictures.values()) for one in ordered]
+    low = max(max(a + b for a, b in zip(costs, pictures, strict=True)), sum(costs) // count)
+    high = max(low, sum(costs) + sum(pictures))
     while high - low > high // COST_STEPS:
         cap = (low + high) // 2
         tried = tuple(_cut(ordered, cutting, cap))
@@ -160,16 +168,29 @@ _Row = tuple[int, SampleSlot]
 
 @dataclass(frozen=True, slots=True)
 class _Weighed:
-    """A unit (samples that stay together): its rows, longest first, and their total compute cost."""
+    """A unit (samples that stay together): its rows, longest first, and their total compute cost.
+
+    `pictures`: by group with pictures, patches and compute cost of these, which count once per micro-batch.
+    """
 
     rows: tuple[_Row, ...]
     cost: int
+    pictures: Mapping[int, tuple[int, int]]
 
 
-def _sorted(seal: Seal, units: Iterable[Unit]) -> list[_Weighed]:
-    """Sort units by their longest sample, longest first, and compute their costs."""
-    rows = sorted(tuple(sorted((-sample_length(seal, slot), slot) for slot in unit)) for unit in units)
-    return [_Weighed(one, sum(sample_cost(-n, seal.attention_equals_at) for n, _ in one)) for one in rows]
+def _sorted(seal: Seal, units: Iterable[Unit], cutting: CutSettings) -> list[_Weighed]:
+    """Sort units by their longest sample, longest first, and compute their costs. In packed rows, units of one group with
+    pictures follow each other, so that few micro-batches encode the same pictures.
+    """
+    found = []
+    for rows in sorted(tuple(sorted((-sample_length(seal, slot), slot) for slot in unit)) for unit in units):
+        groups = sorted({slot.group for _, slot in rows if seal.groups[slot.group].patches})
+        pictures = {group: (seal.groups[group].patches, picture_cost(seal, group)) for group in groups}
+        found.append(_Weighed(rows, sum(sample_cost(-n, seal.attention_equals_at) for n, _ in rows), pictures))
+    if cutting.packing == "bucketed":
+        return found
+    places: dict[tuple[int, ...], int] = {}
+    return sorted(found, key=lambda one: places.setdefault(tuple(one.pictures), len(places)) if one.pictures else -1)
 
 
 class _Draft:
@@ -180,25 +201,34 @@ class _Draft:
     def __init__(self) -> None:
         self.rows: list[_Row] = []
         self.cost = 0
+        self._pictures: dict[int, tuple[int, int]] = {}
         self._closed: list[Rectangle] = []
         self._area = 0  # of closed rectangles
         self._rows = 0  # the open rectangle
         self._length = 0
         self._real = 0
 
+    def cost_with(self, one: _Weighed) -> int:
+        """Compute cost with one more unit. Pictures that the micro-batch has already cost nothing more."""
+        new = one.pictures.items() - self._pictures.items()
+        return self.cost + one.cost + sum(cost for _, (_, cost) in new)
+
     def with_unit(self, one: _Weighed, cutting: CutSettings) -> _Draft | None:
-        """Add one more unit. Returns the grown draft, or None if it would exceed the budget. The first unit always
-        fits.
+        """Add one more unit. Returns the grown draft, or None if it would exceed the budget or the number of patches. The
+        first unit always fits.
         """
-        first = not self.rows
+        first, pictures = not self.rows, {**self._pictures, **one.pictures}
+        if not first and sum(patches for patches, _ in pictures.values()) > cutting.patches:
+            return None
+        cost = self.cost_with(one)
         if len(one.rows) == 1 and (first or self.rows[-1] < one.rows[0]):
             if not self._add(one.rows[0], cutting, first=first):
                 return None
-            self.cost += one.cost
+            self.cost, self._pictures = cost, pictures
             return self
         # The unit's rows sort between existing ones, so the draft is rebuilt.
         anew = _Draft()
-        anew.cost = self.cost + one.cost
+        anew.cost, anew._pictures = cost, pictures
         if not all(anew._add(row, cutting, first=first) for row in sorted([*self.rows, *one.rows])):
             return None
         return anew
@@ -240,7 +270,7 @@ def _cut(ordered: list[_Weighed], cutting: CutSettings, cap: int | None) -> Iter
     """
     draft = _Draft()
     for one in ordered:
-        too_costly = bool(draft.rows) and cap is not None and draft.cost + one.cost > cap
+        too_costly = bool(draft.rows) and cap is not None and draft.cost_with(one) > cap
         grown = None if too_costly else draft.with_unit(one, cutting)
         if grown is None:
             yield draft.done()

@@ -152,8 +152,11 @@ def seal_of_lengths(
     masked: tuple[int, ...] = (),
     attention_equals_at: int = 24_576,
     state: SealState = SealState.SEALED,
+    patches: Sequence[int] = (),
 ) -> Seal:
-    """A seal of groups with these response lengths. `masked`: these samples of each group that has them."""
+    """A seal of groups with these response lengths. `masked`: these samples of each group that has them. `patches`: of the groups'
+    pictures, in turn; a patch costs as much as half a token.
+    """
     prompts = [prompt_tokens] * len(lengths) if isinstance(prompt_tokens, int) else prompt_tokens
     groups = tuple(
         SealedGroup(
@@ -164,6 +167,8 @@ def seal_of_lengths(
             versions=(Version(0, 0),),
             holder="a",
             masked=tuple(sample for sample in masked if sample < len(responses)),
+            patches=patches[number % len(patches)] if patches else 0,
+            picture_tokens=patches[number % len(patches)] // 2 if patches else 0,
         )
         for number, (prompt, responses) in enumerate(zip(prompts, lengths, strict=True))
     )

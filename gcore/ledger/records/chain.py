@@ -157,6 +157,8 @@ class OfferedGroup(RecordPart):
     `versions`: the policy versions that generated it.
     """
 
+    came_with: ClassVar[Mapping[str, int]] = {"patches": 3, "picture_tokens": 3}
+
     ref: PromptRef
     digest: str
     prompt_tokens: int
@@ -177,6 +179,10 @@ class OfferedGroup(RecordPart):
     and count nowhere else. Empty: none in any sample. Jobs with an environment are refused until every node supports
     this field.
     """
+    patches: NonNegativeInt = 0
+    """Patches that the vision tower computes for the group's distinct pictures; 0 without pictures."""
+    picture_tokens: NonNegativeInt = 0
+    """What the tower costs for these patches: the number of tokens for which the language model costs the same."""
 
     @property
     def own_tokens(self) -> tuple[int, ...]:

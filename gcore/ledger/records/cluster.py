@@ -225,10 +225,30 @@ def attention_equals_at(config: Mapping[str, Any]) -> int:
     nested = config.get("text_config")
     if isinstance(nested, Mapping):
         config = nested
-    width = _first(config, "hidden_size", "n_embd", "d_model")
-    heads = _first(config, "num_attention_heads", "n_head")
+    columns, parameters = _layer(config)
+    return max(1, min(LARGEST, round(parameters / (2 * columns)))) if columns else ATTENTION_EQUALS_AT
+
+
+def patch_cost(config: Mapping[str, Any]) -> float:
+    """Cost of a patch in the vision tower, in tokens of the language model: the ratio of the parameters of their layers.
+
+    `config`: content of the model's config.json. 0 for a text model, or if sizes are unknown.
+    """
+    vision, text = config.get("vision_config"), config.get("text_config", config)
+    if not isinstance(vision, Mapping) or not isinstance(text, Mapping):
+        return 0.0
+    tower, language = (_first(one, "num_hidden_layers", "depth", "n_layer") * _layer(one)[1] for one in (vision, text))
+    return tower / language if language else 0.0
+
+
+def _layer(config: Mapping[str, Any]) -> tuple[int, float]:
+    """Columns of all attention heads, and parameters of the matrices that a token is multiplied with in a layer; zeros
+    for unknown sizes.
+    """
+    width = _first(config, "hidden_size", "n_embd", "d_model", "embed_dim")
+    heads = _first(config, "num_attention_heads", "n_head", "num_heads")
     if not width or not heads:
-        return ATTENTION_EQUALS_AT
+        return 0, 0.0
     columns = heads * (_first(config, "head_dim") or max(1, width // heads))
     shared = (_first(config, "num_key_value_heads") or heads) / heads
     attention = 2 * width * columns * (1 + shared)
@@ -236,9 +256,9 @@ def attention_equals_at(config: Mapping[str, Any]) -> int:
     experts = _first(config, "num_experts_per_tok")
     if experts:
         inner = experts * (_first(config, "moe_intermediate_size") or inner)
-    gated = "hidden_act" in config  # nearly all models with a gate call their activation so
-    parameters = attention + (3 if gated else 2) * width * inner
-    return max(1, min(LARGEST, round(parameters / (2 * columns))))
+    # Nearly all models with a gate call their activation so; a vision tower may too, and has none.
+    gated = "hidden_act" in config and "patch_size" not in config
+    return columns, attention + (3 if gated else 2) * width * inner
 
 
 def _first(config: Mapping[str, Any], *names: str) -> int:

@@ -14,9 +14,18 @@ from builders import sample_slots, seal_of_lengths
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gcore.ledger.balance import SampleSlot, StepLayout, Unit, balance_samples, sample_cost, slot_cost
+from gcore.ledger.balance import (
+    SampleSlot,
+    StepLayout,
+    Unit,
+    balance_samples,
+    picture_cost,
+    sample_cost,
+    single_units,
+    slot_cost,
+)
 from gcore.ledger.records.chain import Seal
-from gcore.ledger.records.cluster import attention_equals_at
+from gcore.ledger.records.cluster import attention_equals_at, patch_cost
 
 seals = st.builds(
     seal_of_lengths,
@@ -26,6 +35,16 @@ seals = st.builds(
     prompt_tokens=st.integers(1, 300),
     attention_equals_at=st.sampled_from([1, 960, 24_576]),
     masked=st.sampled_from([(), (0,), (1, 3)]),
+)
+pictured = st.builds(
+    seal_of_lengths,
+    st.lists(st.lists(st.integers(0, 500), min_size=1, max_size=6), max_size=8),
+    world_size=st.integers(1, 5),
+    mini_batches=st.integers(1, 3),
+    prompt_tokens=st.integers(1, 300),
+    attention_equals_at=st.sampled_from([1, 960]),
+    masked=st.sampled_from([(), (0,), (1, 3)]),
+    patches=st.lists(st.sampled_from([0, 4, 900, 40_000]), min_size=1, max_size=4),
 )
 
 
@@ -277,3 +296,51 @@ def test_a_seal_that_cannot_be_cut_is_refused(ranks: int, mini_batches: int) -> 
 def test_a_rank_outside_the_world_is_refused(rank: int) -> None:
     with pytest.raises(IndexError):
         balance_samples(seal_of_lengths([[1, 2]], world_size=2)).of_rank(rank)
+
+
+def load_with_pictures(seal: Seal, share: Iterable[SampleSlot]) -> int:
+    """Cost of a share: of its samples, and of the pictures of each group of which a sample is computed."""
+    share = list(share)
+    groups = {slot.group for slot in share if slot_cost(seal, slot)}
+    return sum(slot_cost(seal, slot) for slot in share) + sum(picture_cost(seal, group) for group in groups)
+
+
+@given(pictured, st.sampled_from([single_units, pairs]))
+def test_no_move_of_a_unit_lowers_the_greatest_load_with_pictures(seal: Seal, units_of: Any) -> None:
+    layout = balance_samples(seal, units_of)
+    taken = [slot for shares in layout.shares for share in shares for slot in share]
+    assert sorted(taken) == sample_slots(seal)
+    for shares in layout.shares:
+        if not any(seal.groups[slot.group].patches for share in shares for slot in share):
+            continue
+        most = max(shares, key=lambda share: load_with_pictures(seal, share))
+        least = min(shares, key=lambda share: load_with_pictures(seal, share))
+        for unit in units_of(most):
+            left = load_with_pictures(seal, set(most) - set(unit))
+            grown = load_with_pictures(seal, {*least, *unit})
+            assert max(left, grown) >= load_with_pictures(seal, most)
+
+
+def test_samples_of_a_group_with_heavy_pictures_stay_on_one_rank() -> None:
+    seal = seal_of_lengths([[40] * 4] * 4, world_size=4, patches=[4000])
+    (shares,) = balance_samples(seal).shares
+    assert all(len({slot.group for slot in share}) == 1 for share in shares)
+    (light,) = balance_samples(seal_of_lengths([[40] * 4] * 4, world_size=4, patches=[2])).shares
+    assert all(len(share) == 4 for share in light)
+    (alone,) = balance_samples(seal_of_lengths([[40] * 8], world_size=4, patches=[100])).shares
+    assert sorted(map(len, alone)) == [2, 2, 2, 2], "a group of its own is encoded on every rank"
+
+
+def test_a_patch_costs_what_the_layers_of_tower_and_language_model_say() -> None:
+    tower = {"depth": 2, "hidden_size": 10, "num_heads": 2, "intermediate_size": 30, "hidden_act": "x", "patch_size": 8}
+    text = {
+        "num_hidden_layers": 4,
+        "hidden_size": 20,
+        "num_attention_heads": 2,
+        "intermediate_size": 10,
+        "hidden_act": "x",
+    }
+    of_tower, of_text = 2 * (4 * 100 + 2 * 300), 4 * (4 * 400 + 3 * 200)
+    assert patch_cost({"vision_config": tower, "text_config": text}) == pytest.approx(of_tower / of_text)
+    assert patch_cost({"vision_config": tower, **text}) == pytest.approx(of_tower / of_text)
+    assert patch_cost(text) == patch_cost({"vision_config": tower, "text_config": {}}) == 0

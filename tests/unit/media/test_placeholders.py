@@ -350,3 +350,14 @@ def test_the_settings_of_the_processor_may_be_in_one_file(tmp_path: Path) -> Non
             for nested in (False, True)
         ]
         assert len({rule.picture_ids(100, 60) for rule in rules}) == 1
+
+
+@pytest.mark.parametrize(
+    ("family", "patches"), [("qwen3_vl", 4 * 6), ("llava", 3 * 3), ("gemma3", 16), ("smolvlm", 16)]
+)
+def test_patches_of_a_picture_follow_from_its_size_or_the_towers(tmp_path: Path, family: str, patches: int) -> None:
+    folder = write_picture_model(tmp_path, family)
+    config = json.loads((folder / "config.json").read_text())
+    config["vision_config"] = {"image_size": 24 if family == "llava" else 32} | config["vision_config"]
+    (folder / "config.json").write_text(json.dumps(config))
+    assert PictureRule.load(folder).patch_count(32, 48) == patches

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -43,6 +44,17 @@ seals = st.builds(
     st.integers(1, 4),
     masked=st.sampled_from([(), (0,), (0, 1, 2, 3, 4, 5)]),
     attention_equals_at=st.sampled_from([1, 50, 24_576]),
+)
+pictured = st.builds(
+    make_seal,
+    st.lists(
+        st.tuples(st.integers(1, 40), st.lists(st.integers(0, 60), min_size=1, max_size=6)), min_size=1, max_size=8
+    ),
+    st.integers(1, 5),
+    st.integers(1, 4),
+    masked=st.sampled_from([(), (0,)]),
+    attention_equals_at=st.sampled_from([1, 24_576]),
+    patches=st.lists(st.sampled_from([0, 4, 60, 500]), min_size=1, max_size=4),
 )
 cuttings = st.builds(CutSettings, st.integers(1, 300), st.sampled_from(["packed", "bucketed"]), st.booleans())
 
@@ -243,3 +255,39 @@ def test_more_micro_batches_of_units_make_the_costliest_cheaper(seal: Seal, cutt
     assert len(cut) <= len(fewest) + more
     assert sorted(slot for one in cut for slot in one.slots) == sample_slots(seal)
     assert max(cost(seal, one) for one in cut) <= max(cost(seal, one) for one in fewest)
+
+
+@given(pictured, cuttings, st.integers(1, 1200))
+def test_a_micro_batch_has_at_most_so_many_patches_unless_it_is_one_sample(
+    seal: Seal, cutting: CutSettings, patches: int
+) -> None:
+    layout, limited = balance_samples(seal), replace(cutting, patches=patches)
+    plans = [plan_step(seal, layout, rank, limited) for rank in range(seal.world_size)]
+    found = [slot for plan in plans for one in plan for batch in one.micro_batches for slot in batch.slots]
+    assert sorted(found) == [slot for slot in sample_slots(seal) if cutting.masked or not is_masked(seal, slot)]
+    for of_ranks in zip(*plans, strict=True):
+        assert len({len(plan.micro_batches) for plan in of_ranks}) == 1
+        for plan in of_ranks:
+            for batch in plan.micro_batches:
+                groups = {slot.group for slot in batch.slots}
+                total = sum(seal.groups[group].patches for group in groups)
+                assert total <= patches or len(groups) == 1
+                assert len(batch.slots) == 1 or batch.tokens <= cutting.budget
+
+
+def test_packed_samples_of_one_group_share_micro_batches_so_that_its_pictures_are_encoded_once() -> None:
+    seal = make_seal([(10, [1, 20, 40, 60])] * 4, 1, 1, patches=[500])
+    layout = balance_samples(seal)
+    (plan,) = plan_step(seal, layout, 0, CutSettings(170, "packed"))
+    groups = [{slot.group for slot in batch.slots} for batch in plan.micro_batches]
+    assert groups == [{0}, {1}, {2}, {3}]
+    (text,) = plan_step(make_seal([(10, [1, 20, 40, 60])] * 4, 1, 1), layout, 0, CutSettings(170, "packed"))
+    assert {slot.group for slot in text.micro_batches[0].slots} != {0}
+
+
+def test_micro_batches_of_ranks_that_wait_for_each_other_are_even_with_the_cost_of_pictures() -> None:
+    seal = make_seal([(10, [10])] * 6, 2, 1, patches=[4000, 0, 0])
+    plans = [plan_step(seal, balance_samples(seal), rank, CutSettings(60, "packed"))[0] for rank in range(2)]
+    for plan in plans:
+        pictures = [sum(seal.groups[slot.group].patches for slot in batch.slots) for batch in plan.micro_batches]
+        assert max(pictures) <= 4000

@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from picture_models import write_picture_model
 
+from controllers.flow.group_buffer import GroupBuffer
+from controllers.flow.job_data import JobData
 from controllers.flow.job_media import RENEW_S, JobMedia
 from controllers.workers.blobs import NodeBlobs
 from gcore.config.node import NodeConfig
+from gcore.config.train import TrainSpec
 from gcore.errors import DataError, EngineError, EngineUnreachable
 from gcore.media.pictures import PictureError
+from gcore.media.placeholders import PictureRule
 from gcore.media.protocol import StoreFull, StoreUnreachable
 from gcore.testing.clock import FakeClock
-from gcore.types import Medium, PictureRef, Prompt, PromptRef
+from gcore.types import Group, Medium, PictureRef, Prompt, PromptRef, Sample, Version, VersionSpan
 
 PICTURE = PictureRef("/data/a.png", "ab" * 32, 32, 48, 32, 48)
 MEDIUM = Medium("picture", "cd" * 32, 100, (32, 48, 3), "uint8")
@@ -121,3 +129,28 @@ async def test_pins_are_renewed_while_a_prompt_is_held_and_end_with_it() -> None
         assert len(client.pinned) == 1
     finally:
         running.cancel()
+
+
+@pytest.mark.parametrize(("freeze", "passes"), [((), 3), (("vision",), 1), (("projector",), 3)])
+def test_an_offer_names_the_patches_of_distinct_pictures_and_what_they_cost(
+    tmp_path: Path, freeze: tuple[str, ...], passes: int
+) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 256, "num_attention_heads": 4, "num_hidden_layers": 2}
+    folder = write_picture_model(tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    config["vision_config"] |= sizes
+    config["text_config"] |= {**sizes, "num_hidden_layers": 6}
+    (folder / "config.json").write_text(json.dumps(config))
+    opened = SimpleNamespace(pictures=SimpleNamespace(rule=PictureRule.load(folder)))
+    stream: Any = SimpleNamespace(found=lambda ref: (opened, 0))
+    spec: Any = SimpleNamespace(train=TrainSpec(freeze=freeze))
+    data = JobData(spec, "j", stream, {}, (), {})
+    other = MEDIUM._replace(sha256="ef" * 32, shape=(64, 64, 3))
+    sample = Sample((1,), (0.0,), "a", "stop", (VersionSpan(Version(0, 0), 0, 1),))
+    group = Group(PromptRef(0, 0, 0), (5, 6), (sample,), "data", media=(MEDIUM, MEDIUM, other))
+    work = data.picture_work(group)
+    assert work.patches == 4 * 6 + 8 * 8
+    assert work.tokens == math.ceil(work.patches * passes / 3 * 2 / 6)
+    buffer = GroupBuffer()
+    buffer.add_group(group, *work)
+    assert (buffer.offers[group.ref].patches, buffer.offers[group.ref].picture_tokens) == work
