@@ -70,7 +70,28 @@ def activation_bytes(shape: ModelShape, training: TrainWorkload, ranks: int) -> 
     scored = tokens * training.scored
     # Logits, their gradient, and a few rows of each in float32.
     logits = scored * shape.outputs * item * 2 + 2 * 4 * min(PIECE, scored * shape.outputs)
-    return int(tokens * (kept + 3 * item * shape.width) + logits)
+    return int(tokens * (kept + 3 * item * shape.width) + logits) + tower_bytes(shape, training, ranks)
+
+
+def most_patches(shape: ModelShape, training: TrainWorkload, ranks: int) -> int:
+    """Return the patches of the largest micro-batch: the bound of the spec, or those of a micro-batch that has nothing but
+    pictures, whichever is smaller. 0 without pictures."""
+    return 0 if shape.tower is None else min(training.patches, shape.tower.merged * micro_tokens(training, ranks))
+
+
+def tower_bytes(shape: ModelShape, training: TrainWorkload, ranks: int) -> int:
+    """Return the bytes that the vision tower keeps for the backward pass of the largest micro-batch; if the tower is
+    frozen, those of the layer that computes."""
+    if shape.tower is None:
+        return 0
+    item, one = (2 if training.half else 4), shape.tower
+    frozen = "vision" in training.frozen
+    values = (
+        replace(one, layers=1).activation_numbers(recomputes=False)
+        if frozen
+        else one.activation_numbers(recomputes=training.recomputes)
+    )
+    return item * most_patches(shape, training, ranks) * values
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +116,8 @@ def train_memory(
     trained; 0: all of it is."""
     item, count = 2 if training.half else 4, shape.parameters
     trained = min(count, shape.adapter_parameters(lora_rank)) if lora_rank else count
+    if shape == training.models.get("policy training"):
+        trained -= shape.frozen_parameters(training.frozen)
     part = -(-trained // ranks)
     working = activation_bytes(shape, training, ranks)
     if training.half and not gpu:  # while the model loads, its weights are also in memory in float32
@@ -181,11 +204,12 @@ def rank_host_bytes(training: TrainWorkload) -> int:
 
 def checkpoint_bytes(training: TrainWorkload) -> int:
     """Return the host memory in bytes that rank 0 needs for the copy of a checkpoint that it writes in the background:
-    twelve bytes per trained parameter."""
+    twelve bytes per trained parameter, and four per frozen one."""
     policy = training.models["policy training"]
-    saved = policy.adapter_parameters(training.lora_rank) if training.lora_rank else policy.parameters
+    frozen = policy.frozen_parameters(training.frozen)
+    saved = policy.adapter_parameters(training.lora_rank) if training.lora_rank else policy.parameters - frozen
     others = sum(shape.parameters for name, shape in training.models.items() if name != "policy training")
-    return (MASTER + MOMENTS) * (saved + others)
+    return (MASTER + MOMENTS) * (saved + others) + MASTER * frozen
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,6 +249,8 @@ def engine_memory(served: EngineWorkload, *, size: int, rows: int, gpu: bool) ->
     read = min(IDLE_TOKENS, max(served.longest, rows * int(served.read + 1)))
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     reading = read * item * (4 * shape.width + 3 * shape.inner + 2 * queries + 2 * keys + shape.cache_numbers)
+    if shape.tower is not None:  # a prompt may be nothing but pictures
+        reading += read * shape.tower.merged * item * (6 * shape.tower.width + 2 * shape.tower.inner)
     drawing = rows * shape.outputs * (item + 3 * 4) if served.longest_written else 0
     weights = -(-item * shape.parameters // size)
     cell = -(-item * (shape.cache_numbers + shape.kv_heads * (served.engine == "torch")) // size)

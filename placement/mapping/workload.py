@@ -6,7 +6,7 @@ time for the mean.
 
 The size of a model (parameters, cache per token, operations) follows from its configuration alone. Counts are exact for
 the architectures in `KNOWN`: decoders with one-vector norms, a gated feed-forward layer and grouped-query attention.
-Other architectures are rejected, because a wrong count would look like a correct one. Missing fields of a configuration
+Of vision-language models those in `VISION` are known, with tower and projector. Other architectures are rejected, because a wrong count would look like a correct one. Missing fields of a configuration
 have the defaults of transformers.
 
 A layout says how many slots each pool gets and how many slots of one node an engine spans (1, 2, 4 and so on, a divisor
@@ -17,19 +17,22 @@ with all models in memory or with only the active ones, while the others sleep.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Literal
 
 from gcore.config.reward import JudgeSpec
-from gcore.config.spec import JobSpec, training_sources
+from gcore.config.spec import JobSpec, training_sources, uses_pictures
 from gcore.errors import DataError, did_you_mean
 from gcore.ledger.records.cluster import ConfigValue
 from placement.mapping.cluster import ClusterSpec
 from placement.slots import Split, SplitBounds, count_noun, feasible
 
 KNOWN = ("llama", "mistral", "qwen2", "qwen3")
+
+VISION = {"qwen2_5_vl": "qwen2", "qwen3_vl": "qwen3"}
+"""By vision-language architecture, that of its language model."""
 
 QWEN3_HEAD_DIM = 128
 """Head dimension of a qwen3 configuration without one."""
@@ -53,9 +56,74 @@ READ = (
 )
 """Fields of a configuration that `read_shape` reads."""
 
+READ_OF_TOWER = {
+    "depth": 27,
+    "hidden_size": 1152,
+    "intermediate_size": 4304,
+    "out_hidden_size": 3584,
+    "patch_size": 16,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "num_position_embeddings": 2304,
+    "deepstack_layers": 3,
+}
+"""Fields of a tower's configuration that `read_shape` reads, with their defaults for Qwen3-VL. `deepstack_layers`: number of
+`deepstack_visual_indexes`."""
+
+QWEN_2_5_TOWER = {"depth": 32, "hidden_size": 3584, "intermediate_size": 3420, "patch_size": 14}
+"""Defaults of Qwen2.5-VL that differ."""
+
 LONGEST_WORD = 64
 """Number of characters of a configuration value that are stored. A longer value is invalid anyway; its beginning is
 enough for the error message."""
+
+
+@dataclass(frozen=True, slots=True)
+class TowerShape:
+    """Sizes of the vision tower and projector of a Qwen-VL model.
+
+    `width`: hidden size. `inner`: size of the feed-forward layer. `patch`: values of a patch, over both frames of a
+    picture. `merged`: patches of one token. `outputs`: width of the language model. `positions`: rows of the table of
+    positions; 0: none. `levels`: layers whose features have projectors of their own. `gated`: as in Qwen2.5-VL, with gated
+    feed-forward layers and one-vector norms.
+    """
+
+    layers: int
+    width: int
+    inner: int
+    patch: int
+    merged: int
+    outputs: int
+    positions: int
+    levels: int
+    gated: bool
+
+    @property
+    def layer_parameters(self) -> int:
+        """Parameters of one layer."""
+        count = 4 * self.width * self.width + 4 * self.width
+        if self.gated:
+            return count + 2 * self.width + 3 * self.width * self.inner + 2 * self.inner + self.width
+        return count + 4 * self.width + 2 * self.width * self.inner + self.inner + self.width
+
+    @property
+    def parameters(self) -> int:
+        """Parameters of the tower without the projector."""
+        embedding = self.patch * self.width + (not self.gated) * self.width
+        return embedding + self.positions * self.width + self.layers * self.layer_parameters
+
+    @property
+    def projector_parameters(self) -> int:
+        """Parameters of the projector and of those of other layers' features."""
+        wide = self.width * self.merged
+        matrices = wide * wide + wide + wide * self.outputs + self.outputs
+        first = matrices + (1 if self.gated else 2) * self.width
+        return first + self.levels * (matrices + 2 * wide)
+
+    def activation_numbers(self, *, recomputes: bool) -> int:
+        """Values that autograd keeps for one patch of a trained tower. `recomputes`: with activation checkpointing."""
+        layer = 11 * self.width + (5 if self.gated else 3) * self.inner
+        return (self.width * self.layers + layer if recomputes else layer * self.layers) + self.patch
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +151,8 @@ class ModelShape:
     head_norms: bool = False
     outputs: int = 0
     head_bias: bool = False
+    tower: TowerShape | None = None
+    """Of a vision-language model."""
 
     @property
     def layer_parameters(self) -> int:
@@ -108,7 +178,15 @@ class ModelShape:
     def parameters(self) -> int:
         """All parameters. A matrix that embedding and output layer share counts once."""
         body = self.vocabulary * self.width + self.layers * self.layer_parameters + self.width
-        return body + (0 if self.tied else self.head_parameters)
+        seeing = 0 if self.tower is None else self.tower.parameters + self.tower.projector_parameters
+        return body + (0 if self.tied else self.head_parameters) + seeing
+
+    def frozen_parameters(self, parts: Collection[str]) -> int:
+        """Parameters of the parts that `train.freeze` names."""
+        if self.tower is None:
+            return 0
+        sizes = {"vision": self.tower.parameters, "projector": self.tower.projector_parameters}
+        return sum(sizes[part] for part in parts)
 
     @property
     def computing(self) -> int:
@@ -127,13 +205,20 @@ class ModelShape:
 
 def read_shape(config: Mapping[str, Any], *, where: str) -> ModelShape:
     """Read the shape from a model's config.json. Raises DataError for an unknown architecture or an invalid size."""
-    kind = config.get("model_type")
+    kind, tower = config.get("model_type"), None
+    if kind in VISION:
+        flat = _flat(config)
+        tower = _read_tower(flat, gated=kind == "qwen2_5_vl", where=where)
+        config = {name: flat.get(f"text_config.{name}", flat.get(name)) for name in READ}
+        if kind == "qwen2_5_vl":
+            del config["head_dim"]  # transformers ignores it
+        kind = VISION[str(kind)]
     if kind not in KNOWN:
         if not config:
             what = "the model's config.json cannot be read"
         else:
             what = f"the model architecture {kind!r} is not supported for planning{did_you_mean(str(kind), KNOWN)}"
-        raise DataError(what, where=where, fix=f"Name a model of one of these: {', '.join(KNOWN)}")
+        raise DataError(what, where=where, fix=f"Name a model of one of these: {', '.join((*KNOWN, *VISION))}")
     read = _Reading(config, where)
     width, heads = read.size("hidden_size"), read.size("num_attention_heads")
     head_dim = read.size("head_dim", QWEN3_HEAD_DIM if kind == "qwen3" else max(1, width // heads))
@@ -161,15 +246,53 @@ def read_shape(config: Mapping[str, Any], *, where: str) -> ModelShape:
         mlp_biases=read.truth("mlp_bias") and kind == "llama",
         head_norms=kind == "qwen3",
         outputs=vocabulary,
+        tower=tower,
     )
+
+
+def _read_tower(flat: Mapping[str, Any], *, gated: bool, where: str) -> TowerShape:
+    """Read the shape of a tower from a flattened configuration. Raises DataError."""
+    defaults = READ_OF_TOWER | (QWEN_2_5_TOWER if gated else {})
+    read = _Reading({name: flat.get(f"vision_config.{name}") for name in defaults}, where)
+    size = {name: read.size(name, default) for name, default in defaults.items() if name != "deepstack_layers"}
+    levels = flat.get("vision_config.deepstack_layers")
+    return TowerShape(
+        layers=size["depth"],
+        width=size["hidden_size"],
+        inner=size["intermediate_size"],
+        patch=3 * size["temporal_patch_size"] * size["patch_size"] ** 2,
+        merged=size["spatial_merge_size"] ** 2,
+        outputs=size["out_hidden_size"],
+        positions=0 if gated else size["num_position_embeddings"],
+        levels=0 if gated else levels if isinstance(levels, int) else READ_OF_TOWER["deepstack_layers"],
+        gated=gated,
+    )
+
+
+def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A vision-language model's configuration with the fields of its parts as `text_config.hidden_size`."""
+    flat = dict(config)
+    for part, names in (("text_config", READ), ("vision_config", (*READ_OF_TOWER, "deepstack_visual_indexes"))):
+        inner = config.get(part)
+        if isinstance(inner, Mapping):
+            flat |= {f"{part}.{name}": inner[name] for name in names if inner.get(name) is not None}
+    indexes = flat.pop("vision_config.deepstack_visual_indexes", None)
+    if isinstance(indexes, Sequence) and not isinstance(indexes, str):
+        flat["vision_config.deepstack_layers"] = len(indexes)
+    return flat
 
 
 def relevant_sizes(config: Mapping[str, Any]) -> dict[str, ConfigValue]:
     """Select the fields of a model's configuration that are stored in the job's record: those that `read_shape` reads.
     Long values are cut off."""
     kept: dict[str, ConfigValue] = {}
-    for name in READ:
-        value = config.get(name)
+    flat: Mapping[str, Any] = config
+    names: Sequence[str] = READ
+    if config.get("model_type") in VISION:
+        flat = _flat(config)
+        names = (*READ, *(name for name in flat if "." in name))
+    for name in names:
+        value = flat.get(name)
         plain = isinstance(value, bool | str) or (isinstance(value, int) and abs(value) <= MOST)
         if value is not None:
             kept[name] = value if plain and len(str(value)) <= LONGEST_WORD else str(value)[:LONGEST_WORD]
@@ -302,6 +425,10 @@ class TrainWorkload:
     """With FSDP2 on a GPU: these are in host memory."""
     together: int = 1
     """Ranks that compute each micro-batch together, each a slice of it (sequence parallelism)."""
+    frozen: tuple[str, ...] = ()
+    """Parts of the policy that are not trained (`train.freeze`)."""
+    patches: int = 0
+    """Maximum number of patches of pictures in a micro-batch; 0 without pictures."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -453,6 +580,8 @@ def _training(spec: JobSpec, shapes: JobShapes, lengths: MeanLengths, longest: i
         fsdp=train.backend == "fsdp2",
         state_offloads=train.offload_state,
         together=train.sequence_parallel,
+        frozen=train.freeze,
+        patches=train.most_patches if uses_pictures(spec) else 0,
     )
 
 

@@ -21,6 +21,7 @@ from placement.mapping.memory import (
     format_gib,
     judge_replicas,
     micro_tokens,
+    most_patches,
     rank_needs,
     train_memory,
 )
@@ -408,6 +409,9 @@ def _trained(workload: Workload, way: PoolLayout, names: tuple[str, ...], memory
         else:
             fixes.append(f"lower rollout.max_new_tokens (a sample has up to {training.longest:,} tokens)")
         what = f"activations of {name} for a micro-batch of {tokens:,} tokens"
+        if patches := most_patches(shape, training, way.ranks):
+            what += f" and {patches:,} patches of pictures"
+            fixes.append(f"lower train.micro_batch_patches (now {training.patches:,})")
         yield MemoryTerm(what, parts.activations, ", and ".join(fixes))
     for need in rank_needs(training, way.ranks, gpu=memory.gpu):
         if need.name == "reference" and need.name in names:

@@ -27,7 +27,7 @@ from placement.mapping.memory import (
     rank_needs,
     rows_in_cache,
 )
-from placement.mapping.workload import TrainWorkload
+from placement.mapping.workload import TowerShape, TrainWorkload
 
 stages = st.sampled_from([1, 2, 3])
 ranks = st.integers(1, 64)
@@ -171,3 +171,41 @@ def test_a_judge_that_classifies_keeps_no_cache_and_one_of_pairs_is_asked_more()
     (pairs,) = work(SMALL, SMALL, judges=[JUDGE | {"mode": "pairwise", "opponents": 3, "votes": 2}]).judges
     assert pairs.requests == 6 * plain.requests
     assert pairs.read > plain.read
+
+
+TOWER = TowerShape(27, 1152, 4304, 1536, 4, 896, 2304, 3, gated=False)
+SEEING = replace(SMALL, tower=TOWER)
+
+
+def seeing(**more: Any) -> TrainWorkload:
+    one = work(SEEING, data={"images": "images"}).training
+    return replace(one, **more)
+
+
+@given(stages, ranks, st.booleans(), st.booleans())
+def test_a_frozen_tower_takes_less_of_a_rank_and_of_a_checkpoint(stage: int, size: int, fsdp: bool, both: bool) -> None:
+    whole = seeing(stage=stage, fsdp=fsdp, recomputes=False)
+    frozen = replace(whole, frozen=("vision", "projector") if both else ("vision",))
+    assert total(frozen, size) < total(whole, size)
+    count = TOWER.parameters + TOWER.projector_parameters * both
+    assert checkpoint_bytes(whole) - checkpoint_bytes(frozen) == 8 * count
+    assert rank_host_bytes(frozen) == rank_host_bytes(whole)
+
+
+def test_activations_of_the_tower_grow_with_patches_up_to_those_of_a_micro_batch_of_pictures() -> None:
+    blind = activation_bytes(SMALL, seeing(), 8)
+    sizes = [activation_bytes(SEEING, seeing(patches=patches), 8) - blind for patches in (0, 1000, 2000, 1 << 30)]
+    assert sizes[0] == 0
+    assert sizes[2] == 2 * sizes[1]
+    assert sizes[3] * 1000 == sizes[1] * 4 * micro_tokens(seeing(), 8)
+    assert seeing().patches == 4 * 16384
+    assert work(SEEING).training.patches == 0, "the job has no pictures"
+
+
+def test_engines_hold_towers_and_compute_them() -> None:
+    blind, with_tower = (
+        engine_memory(replace(work(SMALL).rollout, shape=shape), size=1, rows=8, gpu=True) for shape in (SMALL, SEEING)
+    )
+    assert with_tower.weights - blind.weights == 2 * (TOWER.parameters + TOWER.projector_parameters)
+    assert with_tower.works > blind.works
+    assert with_tower.cell == blind.cell

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from told_nodes import QWEN
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForSequenceClassification,
+)
 
 from gcore.errors import DataError
 from gcore.ledger.records.cluster import ModelConfigs
+from gcore.models.vision import part_of
 from gcore.train.critic import make_value_model
-from placement.mapping.workload import KNOWN, READ, read_shape, relevant_sizes
+from placement.mapping.workload import KNOWN, READ, VISION, read_shape, relevant_sizes
 
 SMALL: dict[str, Any] = {
     "vocab_size": 97,
@@ -119,13 +126,76 @@ def test_configuration_gives_a_size_or_is_refused(tree: dict[str, Any]) -> None:
         assert read_shape(tree, where="here").parameters > 0
 
 
+TOWER: dict[str, Any] = {"depth": 2, "hidden_size": 64, "num_heads": 2, "out_hidden_size": 48, "patch_size": 8}
+
+
+def seeing(kind: str, **tower: Any) -> Any:
+    """The configuration of a small vision-language model."""
+    own = {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]} if kind == "qwen3_vl" else {}
+    return AutoConfig.for_model(kind, text_config=SMALL, vision_config=TOWER | own | {"intermediate_size": 250} | tower)
+
+
+@pytest.mark.parametrize("kind", VISION)
+@pytest.mark.parametrize("nested", [True, False])
+def test_vision_language_models_have_the_parameters_of_tower_projector_and_language_model(
+    kind: str, nested: bool, tmp_path: Path
+) -> None:
+    config = seeing(kind)
+    config.save_pretrained(tmp_path)
+    tree = json.loads((tmp_path / "config.json").read_text())
+    if not nested:  # as Qwen2.5-VL has its files
+        tree = {**tree.pop("text_config"), **tree}
+    shape = read_shape(tree, where="here")
+    with torch.device("meta"):
+        module = AutoModelForImageTextToText.from_config(config)
+    found: Counter[str] = Counter()
+    for name, parameter in module.named_parameters():
+        found[part_of(name)] += parameter.numel()
+    assert shape.tower is not None
+    assert (shape.tower.parameters, shape.tower.projector_parameters) == (found["vision"], found["projector"])
+    assert shape.parameters == found.total()
+    assert shape.frozen_parameters(("vision", "projector")) == found["vision"] + found["projector"]
+    assert read_shape(relevant_sizes(tree), where="here") == shape
+
+
+@pytest.mark.parametrize("kind", VISION)
+def test_a_tower_keeps_as_many_values_for_its_backward_pass_as_autograd_does(kind: str) -> None:
+    config = seeing(kind, depth=6, hidden_size=128, intermediate_size=400)
+    config.vision_config.fullatt_block_indexes = list(range(6))
+    with torch.random.fork_rng():
+        tower = AutoModelForImageTextToText.from_config(config).model.visual.float()
+    own = {parameter.untyped_storage().data_ptr() for parameter in tower.parameters()}
+    kept: dict[int, tuple[int, torch.Tensor]] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = (storage.nbytes(), tensor)
+        return tensor
+
+    patches = torch.randn(256, 3 * 2 * 8 * 8)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        tower(patches, grid_thw=torch.tensor([[1, 16, 16]]))
+    found = sum(size for pointer, (size, _) in kept.items() if pointer not in own) / 4 / 256
+    shape = read_shape(config.to_dict(), where="here").tower
+    assert shape is not None
+    assert shape.activation_numbers(recomputes=False) == pytest.approx(found, rel=0.25)
+    assert shape.activation_numbers(recomputes=True) < shape.activation_numbers(recomputes=False) / 3
+
+
 anything = st.one_of(
     st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=99), st.lists(st.integers(), max_size=30)
 )
 configs = st.builds(
     lambda base, more: base | more,
-    st.sampled_from([{}, {"model_type": "qwen2", **SMALL}, {"model_type": "gemma", **SMALL}]),
-    st.dictionaries(st.sampled_from([*READ, "rope_scaling"]), anything, max_size=3),
+    st.sampled_from(
+        [
+            {},
+            {"model_type": "qwen2", **SMALL},
+            {"model_type": "gemma", **SMALL},
+            {"model_type": "qwen3_vl", "text_config": SMALL, "vision_config": TOWER},
+        ]
+    ),
+    st.dictionaries(st.sampled_from([*READ, "rope_scaling", "vision_config", "text_config"]), anything, max_size=3),
 )
 
 
