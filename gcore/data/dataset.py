@@ -29,6 +29,7 @@ import os
 import re
 import subprocess
 import sys
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -433,7 +434,11 @@ class DataChanged(DataError):
 
 
 class Dataset:
-    """A dataset whose entries are read by number. Thread-safe. Close it, or use it as a context manager."""
+    """A dataset whose entries are read by number. Thread-safe.
+
+    The file is closed by `close`, at the end of a `with` block, or with the last reference: several threads and tasks
+    of a job read it, and none of them is the last.
+    """
 
     def __init__(
         self, path: Path, prompt_field: str, reader: EntryReader, index: EntryIndex, copy: RowCopy | None = None
@@ -449,6 +454,7 @@ class Dataset:
             self._file = lines.open("rb")
         except OSError as error:
             raise unreadable_file(lines, error) from error
+        self._closing = weakref.finalize(self, self._file.close)
 
     @classmethod
     def open(
@@ -552,7 +558,7 @@ class Dataset:
 
     def close(self) -> None:
         """Close the file. A second call does nothing."""
-        self._file.close()
+        self._closing()
 
     def __enter__(self) -> Dataset:
         return self

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -371,6 +372,14 @@ def test_closing_twice_is_no_error(tmp_path: Path) -> None:
     dataset = open_dataset(write(tmp_path, GOOD))
     dataset.close()
     dataset.close()
+
+
+def test_the_last_reference_closes_the_file(tmp_path: Path) -> None:
+    dataset = open_dataset(write(tmp_path, GOOD))
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always", ResourceWarning)
+        del dataset
+    assert not [one for one in warned if str(tmp_path) in str(one.message)]
 
 
 @pytest.mark.large
