@@ -63,10 +63,11 @@ def test_another_gcore_on_the_path_is_not_the_one_that_was_called(
 
 
 def test_the_demonstration_calls_the_script_so_that_what_it_tells_to_type_works(tmp_path: Path) -> None:
-    demo = runpy.run_path(str(Path(__file__).parents[3] / "examples" / "arithmetic" / "demo_kill.py"))
-    script = Path(demo["run_command"](tmp_path)[0])
+    demo = runpy.run_path(str(Path(__file__).parents[3] / "examples" / "demo.py"))
+    script = Path(demo["run_command"](tmp_path / "spec.yaml", tmp_path)[0])
     assert (script.name, script.parent) == ("gcore", Path(sys.executable).parent)
     assert script.exists()
+    assert demo["best_constant"](["1", "0", "1", "2"]) == ("1", 0.5)
 
 
 def test_gpus_are_counted_by_the_driver_s_device_files(tmp_path: Path) -> None:
