@@ -11,13 +11,14 @@ import contextlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+from controllers.changes import ChangeSignal
 from controllers.workers.blobs import NodeBlobs
 from gcore.errors import DataError, EngineError, EngineUnreachable, GcoreError
 from gcore.media.pictures import PictureError
 from gcore.media.protocol import StoreUnreachable
 from gcore.rollout.api import RequestPictures
 from gcore.system.clock import Clock
-from gcore.system.concurrency import cancel_all
+from gcore.system.concurrency import cancel_all, gather_or_cancel
 from gcore.types import Medium, PictureRef, Prompt, PromptRef
 
 PIN_S = 120.0
@@ -31,16 +32,26 @@ Pictures = tuple[PictureRef, ...]
 
 class JobMedia:
     """The media of a job on this controller. `me`: this incarnation. `held`: returns the prompts that this controller
-    produces or holds groups of.
+    produces or holds groups of. `worlds`: returns the train worlds whose ranks on this node may need their blobs; empty:
+    not known yet. `changes`: notified when they change.
     """
 
     def __init__(
-        self, blobs: NodeBlobs, uid: str, me: str, held: Callable[[], Iterable[PromptRef]], clock: Clock
+        self,
+        blobs: NodeBlobs,
+        uid: str,
+        me: str,
+        held: Callable[[], Iterable[PromptRef]],
+        worlds: Callable[[], Collection[str]],
+        changes: ChangeSignal,
+        clock: Clock,
     ) -> None:
         self._blobs = blobs
         self._uid = uid
         self._me = me
         self._held = held
+        self._worlds = worlds
+        self._changes = changes
         self._clock = clock
         self._making: dict[Pictures, asyncio.Task[tuple[Medium, ...]]] = {}
         """By pictures: the task that makes their blobs, kept as long as a held prompt has them."""
@@ -92,8 +103,24 @@ class JobMedia:
         if ended:
             await self._blobs.forget(self._uid)
 
+    async def ready(self) -> None:
+        """Wait until this node can reach blob stores and start ranks that do."""
+        await self._blobs.wait_for_secret()
+
     async def run(self) -> None:
-        """Renew the pins of held prompts, and end those of all others; never returns."""
+        """Renew pins, and delete the blobs of former train worlds; never returns."""
+        await gather_or_cancel((self._renew_pins(), self._sweep_worlds()))
+
+    async def _sweep_worlds(self) -> None:
+        """Delete the blobs of a train world when no rank can need them any more."""
+        while True:
+            worlds = self._worlds()
+            if worlds:
+                await self._blobs.sweep_worlds(self._uid, self._worlds)
+            await self._changes.until(lambda worlds=worlds: self._worlds() != worlds)  # type: ignore[misc]
+
+    async def _renew_pins(self) -> None:
+        """Renew the pins of held prompts, and end those of all others."""
         while True:
             await self._clock.sleep(RENEW_S)
             held = set(self._held())

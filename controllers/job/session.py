@@ -302,7 +302,9 @@ class JobSession(LiveJob):
         """The media of the job's prompts; None: it has none."""
         if uses_pictures(spec) and dependencies.blobs is not None:
             dependencies.blobs.need()
-            self.media = JobMedia(dependencies.blobs, self.uid, self.me, self.buffer.refs, clock)
+            self.media = JobMedia(
+                dependencies.blobs, self.uid, self.me, self.buffer.refs, self._needed_worlds, self.changes, clock
+            )
         self.own_folder: LocalRunFolder | None = (
             dependencies.folders.of(job.uid, self.run_dir) if has_own_folder(job) else None
         )
@@ -443,6 +445,7 @@ class JobSession(LiveJob):
         try:
             async with report_waits(self, self.dependencies.metrics, self.dependencies.clock):
                 data = await self.dependencies.prepare(preparation, self.spec, self.record)
+                await self._wait_for_keys(preparation.report_missing)
             if data is None:
                 return None
             if self.own_folder is not None:
@@ -455,6 +458,30 @@ class JobSession(LiveJob):
         except GcoreError as error:
             await self.flow.fail_with(error)
             return None
+
+    async def _wait_for_keys(self, report_missing: Callable[[str], None]) -> None:
+        """If the job has media, wait until the keys of the blob stores are known, or the job has ended."""
+        if self.media is None:
+            return
+        report_missing("the keys of the blob stores could not be read from the store yet")
+        waits = {asyncio.create_task(self.media.ready()), asyncio.create_task(self.changes.until(self._has_ended))}
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            await cancel_all(waits)
+        report_missing("")
+
+    def _has_ended(self) -> bool:
+        return self.mirror.has_ended
+
+    def _needed_worlds(self) -> frozenset[str]:
+        """The train worlds whose ranks on this node may need their blobs: the present one, and those whose ranks have
+        not ended."""
+        head = self.mirror.head
+        if head is None:
+            return frozenset()
+        ranks = (w for w in self.cluster.workers.values() if w.job_uid == self.uid and w.node == self.node)
+        return frozenset({head.record.world} | {w.world for w in ranks if w.world and w.state != "failed"})
 
     def _make_preparation(self) -> Preparation:
         def report_missing(reason: str) -> None:

@@ -68,6 +68,8 @@ class NodeBlobs:
         self._home = Path(config.home)
         self._needed = asyncio.Event()
         self._secret: bytes | None = None
+        self._known = asyncio.Event()
+        """Whether the secret is known."""
         self._http: BlobHttp | None = None
         self._child: ChildProcess | None = None
         self._told: dict[str, str] = {}
@@ -101,6 +103,7 @@ class NodeBlobs:
         """Run the store from the time at which a job needs it; never returns."""
         await self._needed.wait()
         self._secret = await shared_secret(store, self._clock)
+        self._known.set()
         failures = 0
         while True:
             began = self._clock.monotonic()
@@ -163,13 +166,17 @@ class NodeBlobs:
                 child.tell("nodes", nodes=others)
             await self._clock.sleep(1.0)
 
+    async def wait_for_secret(self) -> None:
+        """Wait until this node knows the secret, from which the keys of jobs are derived."""
+        self.need()
+        await self._known.wait()
+
     async def client(self, job: str, address: str = "") -> BlobClient:
         """The client of a store for one job. `address`: of the store; empty: this node's. Waits for the secret."""
         from gcore.media.client import BlobClient, open_blob_http
 
-        self.need()
-        while self._secret is None:
-            await self._clock.sleep(0.05)
+        await self.wait_for_secret()
+        assert self._secret is not None
         if self._http is None:
             self._http = open_blob_http(self._connector)
         return BlobClient(address or self.address, job, job_key(self._secret, job), self._http, self._clock)
@@ -178,15 +185,23 @@ class NodeBlobs:
         """The folder of a job's blobs on this node, for its engines."""
         return self.folder / job
 
-    def of_rank(self, job: str, world: str, rank: int) -> RankBlobs | None:
-        """Where a train rank of this node gets blobs; None before this node knows the secret."""
+    def of_rank(self, job: str, world: str, rank: int) -> RankBlobs:
+        """Where a train rank of this node gets blobs. The secret must be known (`wait_for_secret`)."""
         from gcore.train.rank.launch import RankBlobs
 
-        self.need()
-        if self._secret is None:
-            return None
+        assert self._secret is not None
         folder = self._home / WORLDS / job / f"{world}-{rank}"
         return RankBlobs(store=self.address, key=job_key(self._secret, job), folder=str(folder))
+
+    async def sweep_worlds(self, job: str, needed: Callable[[], Collection[str]]) -> None:
+        """Delete the folders of a job's train worlds that no rank needs. `needed`: returns the names of the other
+        worlds. It is called after the folders were listed, so that the folder of a new world is not deleted.
+        """
+        folders = await asyncio.to_thread(lambda: list((self._home / WORLDS / job).glob("*-*")))
+        kept = needed()
+        for folder in folders:
+            if folder.name.rpartition("-")[0] not in kept:
+                await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
     async def forget(self, job: str) -> None:
         """Delete the blobs of a job that has ended, here and in the folders of its train worlds."""

@@ -303,8 +303,6 @@ class WorkerLauncher:
         }
         if self._blobs is not None and uses_pictures(view.spec):
             blobs = self._blobs.of_rank(view.mirror.keys.uid, action.world, action.place.rank)
-            if blobs is None:
-                raise CannotStart("the secret of the blob stores is not known yet")
             document["blobs"] = blobs.model_dump()
         env = device_env(slot) | interface_env(self._config) | {"DS_ACCELERATOR": "cuda" if is_cuda(slot) else "cpu"}
         return LaunchDocument(rank_command(slot), document, env, view.spec.train.start_limit_s)

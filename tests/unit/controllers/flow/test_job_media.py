@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from picture_models import write_picture_model
 
+from controllers.changes import ChangeSignal
 from controllers.flow.group_buffer import GroupBuffer
 from controllers.flow.job_data import JobData
 from controllers.flow.job_media import RENEW_S, JobMedia
@@ -23,7 +24,9 @@ from gcore.errors import DataError, EngineError, EngineUnreachable
 from gcore.media.pictures import PictureError
 from gcore.media.placeholders import PictureRule
 from gcore.media.protocol import StoreFull, StoreUnreachable
-from gcore.testing.clock import FakeClock
+from gcore.system.clock import Clock
+from gcore.system.concurrency import cancel_all
+from gcore.testing import FakeClock, MemoryCluster, MemoryStore, PerfectNetwork
 from gcore.types import Group, Medium, PictureRef, Prompt, PromptRef, Sample, Version, VersionSpan
 
 PICTURE = PictureRef("/data/a.png", "ab" * 32, 32, 48, 32, 48)
@@ -55,9 +58,13 @@ class StoreClient:
 class Blobs:
     def __init__(self, client: StoreClient) -> None:
         self._client = client
+        self.swept: list[Collection[str]] = []
 
     async def client(self, job: str, address: str = "") -> Any:
         return self._client
+
+    async def sweep_worlds(self, job: str, needed: Callable[[], Collection[str]]) -> None:
+        self.swept.append(needed())
 
 
 def prompt(number: int = 0) -> Prompt:
@@ -67,7 +74,7 @@ def prompt(number: int = 0) -> Prompt:
 
 def media_of(client: StoreClient, held: set[PromptRef], clock: FakeClock) -> JobMedia:
     blobs: Any = Blobs(client)
-    return JobMedia(blobs, "job", "node.1", lambda: held, clock)
+    return JobMedia(blobs, "job", "node.1", lambda: held, frozenset, ChangeSignal(), clock)
 
 
 async def test_prompts_with_equal_pictures_share_their_blobs() -> None:
@@ -101,7 +108,7 @@ async def test_an_error_of_the_store_says_whether_the_prompt_is_sampled_again(
     assert await media.of(prompt()) == (MEDIUM,)
 
 
-def test_the_port_of_a_store_stays_the_same(tmp_path: Path) -> None:
+def node_blobs(tmp_path: Path, clock: Clock) -> NodeBlobs:
     config = NodeConfig.model_validate(
         {
             "node": "n",
@@ -111,8 +118,64 @@ def test_the_port_of_a_store_stays_the_same(tmp_path: Path) -> None:
             "run_root": str(tmp_path / "runs"),
         }
     )
-    first, again = (NodeBlobs(config, FakeClock(), dict).address for _ in range(2))
+    return NodeBlobs(config, clock, dict)
+
+
+def test_the_port_of_a_store_stays_the_same(tmp_path: Path) -> None:
+    first, again = (node_blobs(tmp_path, FakeClock()).address for _ in range(2))
     assert first == again != ""
+
+
+async def test_the_folders_of_worlds_that_no_rank_needs_are_deleted(tmp_path: Path) -> None:
+    worlds = tmp_path / "worlds" / "job"
+    for name in ("old-0", "now-0", "now-1"):
+        (worlds / name).mkdir(parents=True)
+        (worlds / name / "blob").touch()
+
+    def needed() -> Collection[str]:  # called after the folders were listed
+        (worlds / "new-0").mkdir()
+        return {"now"}
+
+    await node_blobs(tmp_path, FakeClock()).sweep_worlds("job", needed)
+    assert sorted(folder.name for folder in worlds.iterdir()) == ["new-0", "now-0", "now-1"]
+
+
+async def test_worlds_are_swept_whenever_a_rank_has_ended() -> None:
+    client, clock, changes, needed = StoreClient(), FakeClock(), ChangeSignal(), set[str]()
+    blobs: Any = Blobs(client)
+    media = JobMedia(blobs, "job", "node.1", list, lambda: frozenset(needed), changes, clock)
+    running = asyncio.create_task(media.run())
+    try:
+        for worlds in ({"old"}, {"old"}, {"old", "new"}, {"new"}):
+            needed.clear()
+            needed.update(worlds)
+            changes.notify()
+            await clock.advance(0.1)
+        assert blobs.swept == [{"old"}, {"old", "new"}, {"new"}]  # nothing while no world is known
+    finally:
+        running.cancel()
+
+
+async def test_the_key_of_a_rank_is_known_when_the_wait_for_the_secret_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = FakeClock()
+
+    async def serve(self: NodeBlobs) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(NodeBlobs, "_run_once", serve)
+    blobs = node_blobs(tmp_path, clock)
+    waiting = asyncio.create_task(blobs.wait_for_secret())
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    running = asyncio.create_task(blobs.run(MemoryStore(MemoryCluster(clock), network=PerfectNetwork(clock))))
+    try:
+        while not waiting.done():
+            await clock.advance(0.1)
+        assert blobs.of_rank("job", "world", 0).key
+    finally:
+        await cancel_all([running])
 
 
 async def test_pins_are_renewed_while_a_prompt_is_held_and_end_with_it() -> None:
