@@ -39,9 +39,11 @@ from gcore.models.layout import (
     manifest_digest,
     read_manifest,
 )
+from gcore.observability.sample_pictures import find_picture
 from gcore.observability.samples import (
     GroupLine,
     KeptGroup,
+    KeptPicture,
     KeptResponse,
     KeptText,
     Order,
@@ -98,6 +100,7 @@ def samples_of_folder(run_dir: Path, request: pb.GetSamplesRequest) -> Iterator[
 class _Picked:
     """The samples that a request selects, and their files. `advantages`: as stored, by the group's digest."""
 
+    run_dir: Path
     version: Version
     selection: Selection[GroupLine]
     advantages: Mapping[str, Sequence[bytes]]
@@ -113,7 +116,7 @@ def _pick(
         groups = list_groups(run_dir, version)
         selection = select_groups(groups, source=request.source, order=order, limit=request.limit)
         known, wanted = list_advantages(run_dir, version), {group.digest for group in selection.groups}
-    return _Picked(version, selection, {name: lines for name, lines in known.items() if name in wanted}, order)
+    return _Picked(run_dir, version, selection, {name: lines for name, lines in known.items() if name in wanted}, order)
 
 
 def _order(request: pb.GetSamplesRequest) -> Order:
@@ -128,6 +131,7 @@ def _messages(picked: _Picked, stands: pb.StepStanding | None) -> Iterator[pb.Sa
             group = read_group(where)
         advantages = parse_advantages(picked.advantages.get(where.digest, ()))
         message = _group(group, sort_responses(group, advantages, picked.order))
+        message.pictures.extend(_picture(one, picked.run_dir, picked.version) for one in group.pictures)
         message.lineage, message.step, message.of = picked.version.lineage, picked.version.step, picked.selection.of
         if stands is not None:
             message.standing = stands
@@ -154,6 +158,13 @@ def _group(group: KeptGroup, responses: tuple[KeptResponse, ...]) -> pb.SampleGr
         answer=group.answer,
         temperature=group.temperature,
         responses=[_response(one) for one in responses],
+    )
+
+
+def _picture(one: KeptPicture, run_dir: Path, version: Version) -> pb.SamplePicture:
+    file = find_picture(run_dir, version, one.sha256)
+    return pb.SamplePicture(
+        sha256=one.sha256, bytes=one.size, height=one.height, width=one.width, file="" if file is None else str(file)
     )
 
 

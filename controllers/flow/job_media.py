@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from controllers.changes import ChangeSignal
@@ -92,6 +93,11 @@ class JobMedia:
         except GcoreError as error:
             raise EngineError(str(error), fix="The prompt is sampled again") from error
         return tuple(made)
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the job's blobs in the store of this node."""
+        return self._blobs.job_folder(self._uid)
 
     async def locate(self, blobs: Sequence[str]) -> Mapping[str, Collection[str]]:
         """The nodes whose stores have each blob."""

@@ -452,7 +452,8 @@ class JobSession(LiveJob):
                 await self.own_folder.files.sweep()
             self.spec = data.spec
             self.warnings.hold(SPEC_TOPIC, outdated_settings(data.spec))
-            self.recorder.samples.open(data.spec, data.stream, self.run_dir)
+            blobs = None if self.media is None else self.media.folder
+            self.recorder.samples.open(data.spec, data.stream, self.run_dir, blobs)
             self.look_anew()
             return JobWork(self, data)
         except GcoreError as error:

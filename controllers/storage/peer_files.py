@@ -26,6 +26,7 @@ from gcore.api.tls import PLAIN, Connector
 from gcore.api.v1 import files_pb2 as pb
 from gcore.api.v1 import files_pb2_grpc
 from gcore.errors import GcoreError
+from gcore.observability.sample_pictures import is_picture
 from gcore.system.concurrency import limit_time
 from gcore.system.files import DiskFull, replace_folder, sweep_drafts, sync_path
 
@@ -97,16 +98,19 @@ class PeerFiles:
         """Extend the growing files in `folder` by the lines that the peer at `address` has and this node lacks. Return
         the number of received bytes.
 
-        When this returns, the data is on this node's disk. Raises FetchFailed, OSError.
+        Pictures of samples do not grow: those that this node lacks are fetched as a whole. When this returns, the data
+        is on this node's disk. Raises FetchFailed, OSError.
         """
         total = 0
         async with self._writing, self._peer(address) as stub:
             reply = await stub.List(pb.ListFilesRequest(job_uid=self.uid, folder=folder), timeout=self.silent_s)
             have = await asyncio.to_thread(_sizes, self.run_dir / folder, [one.name for one in reply.files])
             for one in reply.files:
-                if one.size > have[one.name]:
-                    path = _inside(self.run_dir / folder, one.name)
-                    total += await self._continue(stub, f"{folder}/{one.name}", path, have[one.name])
+                path, name = _inside(self.run_dir / folder, one.name), f"{folder}/{one.name}"
+                if is_picture(name):
+                    total += 0 if have[one.name] else await self._whole(stub, name, path)
+                elif one.size > have[one.name]:
+                    total += await self._continue(stub, name, path, have[one.name])
         return total
 
     def new_draft(self, target: Path, *, durable: bool) -> contextlib.AbstractContextManager[Path]:
@@ -118,6 +122,18 @@ class PeerFiles:
     async def sweep(self) -> None:
         """Delete the temporary folders that earlier processes have left."""
         await asyncio.to_thread(sweep_drafts, self.run_dir / DRAFTS)
+
+    async def _whole(self, stub: Any, name: str, path: Path) -> int:
+        """Fetch a complete file. Return the number of bytes."""
+        draft = path.with_name(f".{path.name}.{self.owner}")
+        await asyncio.to_thread(path.parent.mkdir, parents=True, exist_ok=True)
+        try:
+            with await asyncio.to_thread(draft.open, "wb") as file:
+                count = await self._copy(stub, name, 0, file)
+            await asyncio.to_thread(draft.replace, path)
+        finally:
+            draft.unlink(missing_ok=True)
+        return count
 
     async def _continue(self, stub: Any, name: str, path: Path, have: int) -> int:
         """Append the complete lines that a peer's file has after `have` bytes. Return the number of bytes."""

@@ -38,6 +38,7 @@ from gcore.ledger.records.job import Trouble
 from gcore.ledger.records.slot_accounting import AccountLine
 from gcore.observability.metrics import Metrics
 from gcore.observability.metrics_file import FileBusy, MetricsFile, MetricsSource, has_missing_lines
+from gcore.observability.sample_pictures import keep_pictures, prune_pictures
 from gcore.observability.samples import KeptGroup, choose_groups, make_kept_group, prune_steps, write_samples
 from gcore.observability.tracing import StepTraces
 from gcore.rollout.client import EngineReach
@@ -347,12 +348,14 @@ class SampleWriter:
         self._ready: deque[tuple[Version, tuple[_Held, ...]]] = deque(maxlen=MOST_WAITING)
         self._changes = ChangeSignal()
         self._run_dir = Path()
+        self._blobs: Path | None = None
         self.has_room = True
         """Whether the disk has space for more samples; set by the owner. If false, no more groups are copied."""
 
-    def open(self, spec: JobSpec, stream: PromptStream, run_dir: Path) -> None:
-        """Set the spec, the prompt stream and the run folder. Samples are only kept after this call."""
-        self._spec, self._stream, self._run_dir = spec, stream, run_dir
+    def open(self, spec: JobSpec, stream: PromptStream, run_dir: Path, blobs: Path | None = None) -> None:
+        """Set the spec, the prompt stream and the run folder. Samples are only kept after this call. `blobs`: folder of
+        the job in this node's blob store; None: prompts have no pictures."""
+        self._spec, self._stream, self._run_dir, self._blobs = spec, stream, run_dir, blobs
 
     def note(self, mirror: JobMirror, find_group: GroupLookup) -> None:
         """Process a change of the job's records: copy groups of new seals, and queue those of READY or committed
@@ -417,9 +420,14 @@ class SampleWriter:
 
     def _write(self, version: Version, held: tuple[_Held, ...]) -> None:
         assert self._spec is not None
-        characters, keep = self._spec.samples.characters, self._spec.samples.keep
-        write_samples(self._run_dir, version, self._me, [self._kept(one, characters) for one in held])
-        prune_steps(self._run_dir, keep)
+        samples = self._spec.samples
+        groups = [self._kept(one, samples.characters) for one in held]
+        write_samples(self._run_dir, version, self._me, groups)
+        prune_steps(self._run_dir, samples.keep)
+        if self._blobs is not None and samples.picture_mib:
+            names = (picture.sha256 for group in groups for picture in group.pictures)
+            keep_pictures(self._run_dir, version, names, self._blobs)
+            prune_pictures(self._run_dir, samples.picture_mib << 20)
 
     def _kept(self, held: _Held, characters: int) -> KeptGroup:
         try:

@@ -94,6 +94,8 @@ class PageApp:
             return None
         if rest == "slots":
             return functools.partial(self._shown.slots, place)
+        if rest == "pictures":
+            return functools.partial(self._shown.pictures, place)
         if rest == "":
             return functools.partial(self._shown.job, place, parse_after(query))
         return None

@@ -1,8 +1,9 @@
 """The JSON of the web page: the jobs of the cluster and one job in detail, from the store, this controller's runner and the run folder.
 
-A caller sees only jobs of their namespaces. Samples, specs and logs are never shown. Curves come from the end of `metrics.jsonl`, without steps
+A caller sees only jobs of their namespaces. Responses, specs and logs are never shown. Curves come from the end of `metrics.jsonl`, without steps
 that a rollback discarded; if there are too many points, they are thinned out evenly, and the newest is kept. Timelines come from the end of
-the slot accounting, each node by its own clock. Both read a bounded part of a file and block on the disk.
+the slot accounting, each node by its own clock. Pictures are those of some prompts of the newest kept samples. All of them read a bounded
+part of the files and block on the disk.
 
 `FileCache` caches file contents of the most recently viewed runs until the files change, so that several viewers of a job cause one read per step. If the
 disk hangs, one thread blocks; other requests give up after `TURN_S` seconds, because the daemon has few threads.
@@ -11,6 +12,7 @@ disk hangs, one thread blocks; other requests give up after `TURN_S` seconds, be
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import math
 import os
@@ -32,7 +34,10 @@ from gcore.config.node import EVERY_ADDRESS
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records.job import METRICS_FILE, Move
 from gcore.ledger.records.slot_accounting import FOLDER, AccountLine, parse_line
+from gcore.observability import samples
 from gcore.observability.metrics_file import Line, decode_line
+from gcore.observability.sample_pictures import find_picture
+from gcore.schema import UnreadableRecord
 from gcore.store.keys import DEFAULT_NAMESPACE, JobKeys, full_name
 from gcore.system.clock import Clock
 from placement.moves import move_in_words, numbers_in_words, outcome_in_words
@@ -89,6 +94,9 @@ TURN_S = 1.0
 """Seconds that a request waits for another one to finish reading a file."""
 
 T = TypeVar("T")
+
+MOST_PROMPT = 200
+"""Maximum characters of a prompt."""
 
 MOST_JOBS = 200
 
@@ -232,6 +240,65 @@ def _add(found: SlotTimelines, lines: list[AccountLine]) -> None:
     found.more += max(len(rows) - room, 0)
 
 
+MOST_PICTURES = 8
+"""Maximum number of prompts whose pictures are shown, and of pictures of one prompt."""
+
+PICTURE_MOST_BYTES = 64 << 10
+"""Maximum size of a picture that is shown; of a larger one the page shows the SHA-256."""
+
+MEDIA_TYPES = {".png": "image/png", ".jpg": "image/jpeg", ".webp": "image/webp"}
+
+
+@dataclass
+class ShownPrompt:
+    """A prompt with pictures, and the mean reward of its responses. `pictures`: SHA-256 and data URL of each; the URL is
+    empty if the file was deleted or is too large."""
+
+    prompt: str
+    mean_reward: float
+    pictures: list[tuple[str, str]] = field(default_factory=list)
+
+
+@dataclass
+class ShownPictures:
+    """Pictures of some prompts of step `step`."""
+
+    step: int = 0
+    prompts: list[ShownPrompt] = field(default_factory=list)
+
+
+def read_pictures(run_dir: Path) -> ShownPictures:
+    """Read the pictures of the first prompts of the newest kept step. Raises OSError and UnreadableRecord."""
+    kept = samples.kept_steps(run_dir)
+    if not kept:
+        return ShownPictures()
+    version = kept[-1]
+    found = ShownPictures(version.step)
+    for line in samples.list_groups(run_dir, version):
+        group = samples.read_group(line)
+        if group.pictures and len(found.prompts) < MOST_PICTURES:
+            names = [one.sha256 for one in group.pictures[:MOST_PICTURES]]
+            pictures = [(name, _data_url(find_picture(run_dir, version, name))) for name in names]
+            found.prompts.append(ShownPrompt(group.prompt.text[:MOST_PROMPT], group.mean_reward, pictures))
+    return found
+
+
+def pictures_stamp(run_dir: Path) -> object:
+    """A value that changes when there are newer samples: the files of the newest kept step. Raises OSError."""
+    return [
+        (str(file), file.stat().st_size)
+        for version in samples.kept_steps(run_dir)[-1:]
+        for file in sorted(samples.step_folder(run_dir, version).glob("[!.]*"))
+    ]
+
+
+def _data_url(file: Path | None) -> str:
+    with contextlib.suppress(FileNotFoundError):
+        if file is not None and file.stat().st_size <= PICTURE_MOST_BYTES:
+            return f"data:{MEDIA_TYPES[file.suffix]};base64,{base64.b64encode(file.read_bytes()).decode()}"
+    return ""
+
+
 class FileCache(Generic[T]):
     """Caches what `read` returns for the most recently viewed run folders.
 
@@ -279,6 +346,7 @@ class PageContent:
         self._listing = asyncio.Lock()
         self._curves = FileCache(curves_stamp, read_curves)
         self._timelines = FileCache(timelines_stamp, read_timelines)
+        self._pictures = FileCache(pictures_stamp, read_pictures)
 
     async def cluster(self) -> Tree:
         """The jobs that the caller may see, newest first, and the nodes of the cluster."""
@@ -343,6 +411,15 @@ class PageContent:
         except OSError:
             found = SlotTimelines()
         return found.tree()
+
+    async def pictures(self, uid: str) -> Tree:
+        """Pictures of some prompts of the newest step whose samples are kept."""
+        mirror = await self._mirror(uid)
+        try:
+            found = await asyncio.to_thread(self._pictures.of, mirror.run_dir)
+        except (OSError, UnreadableRecord):
+            found = ShownPictures()
+        return asdict(found)
 
     async def _mirror(self, uid: str) -> JobMirror:
         """The records of a job, from its runner or else from the store. Raises NotFound if the caller may not see the

@@ -82,6 +82,10 @@ class SamplesSpec(Section):
         20_000,
         description="Maximum length of a stored prompt or response, in characters. Longer text is cut and marked",
     )
+    picture_mib: Annotated[int, Field(ge=0)] = Field(
+        256,
+        description="Maximum size of the stored pictures of prompts, in MiB; those of the oldest steps are deleted first. 0: none",
+    )
 
     def due(self, step: int) -> bool:
         """Return whether the samples of `step` are kept."""

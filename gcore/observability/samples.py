@@ -2,6 +2,7 @@
 
     samples/LINEAGE-STEP/INCARNATION.jsonl           KeptGroup, written by the controller that holds the groups
     samples/LINEAGE-STEP/advantages-RANK.jsonl       KeptAdvantage, written by the rank that computed them
+    samples/LINEAGE-STEP/SHA256.png                  pictures of the groups (`gcore.observability.sample_pictures`)
 
 Both identify a group (all samples of one prompt) by its digest. Texts longer than the spec's limit are cut. Every
 controller keeps a limited number of the groups that it holds, spread evenly over the step, because the first ones would
@@ -20,7 +21,9 @@ import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, Literal, Protocol, TypeVar
+from typing import Annotated, ClassVar, Generic, Literal, Protocol, TypeVar
+
+from pydantic import Field
 
 from gcore.config.spec import SamplesSpec
 from gcore.errors import UsageError
@@ -82,11 +85,22 @@ class KeptSample(RecordPart):
     observed_tokens: int = 0
 
 
+class KeptPicture(RecordPart):
+    """A picture of a kept prompt: SHA-256 of its blob, its size in bytes, height and width in pixels."""
+
+    sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+    size: int
+    height: int
+    width: int
+
+
 class KeptGroup(Record):
     """A kept group: a prompt with all its responses. `answer`: expected answer in the dataset; empty if there is none.
 
-    `holder`: incarnation of the controller that held the group.
+    `holder`: incarnation of the controller that held the group. `pictures`: those of the prompt, in its order.
     """
+
+    came_with: ClassVar[Mapping[str, int]] = {"pictures": 3}
 
     ref: PromptRef
     digest: str
@@ -97,6 +111,7 @@ class KeptGroup(Record):
     temperature: float = 1.0
     holder: str
     samples: tuple[KeptSample, ...]
+    pictures: tuple[KeptPicture, ...] = ()
 
     @property
     def mean_reward(self) -> float:
@@ -147,6 +162,11 @@ def make_kept_group(group: Group, digest: str, prompt: str, answer: str, holder:
         temperature=group.temperature,
         holder=holder,
         samples=samples,
+        pictures=tuple(
+            KeptPicture(sha256=one.sha256, size=one.size, height=one.shape[0], width=one.shape[1])
+            for one in group.media
+            if one.kind == "picture"
+        ),
     )
 
 

@@ -87,6 +87,12 @@ def mark_observed_text(response: pb.SampleResponse) -> str:
     return mark_observed(response.text.text, ((told.start, told.end) for told in response.observed))
 
 
+def picture_line(picture: pb.SamplePicture) -> str:
+    """A picture of a prompt as text: its file, or its SHA-256 if the file was deleted, and its size in pixels."""
+    where = printable_text(picture.file, 1000) if picture.file else f"sha256:{picture.sha256}, deleted"
+    return f"picture: {where} ({picture.width} x {picture.height} pixels)"
+
+
 def _panel(group: pb.SampleGroup, width: int) -> RenderableType:
     side_by_side = max(1, min(len(group.responses), (width - 4) // COLUMN_WIDTH))
     table = Table(box=box.SIMPLE_HEAD, show_header=False, expand=True, show_lines=True, pad_edge=False)
@@ -98,7 +104,8 @@ def _panel(group: pb.SampleGroup, width: int) -> RenderableType:
         table.add_row(*row, *[Text()] * (side_by_side - len(row)))
     prompt = Text(clip_text(group.prompt.text, PROMPT_CHARACTERS, group.prompt.more))
     answer = Text(f"answer: {clip_text(group.answer, 300)}", style=QUIET) if group.answer else Text()
-    return Panel(Group(prompt, answer, table), title=Text(_title(group)), title_align="left")
+    pictures = [Text(picture_line(one), style=QUIET, overflow="fold") for one in group.pictures]
+    return Panel(Group(prompt, *pictures, answer, table), title=Text(_title(group)), title_align="left")
 
 
 def _cell(response: pb.SampleResponse) -> RenderableType:
@@ -114,6 +121,7 @@ def _plain(group: pb.SampleGroup) -> str:
     lines = [
         f"--- {_title(group)}",
         _indented("prompt", clip_text(group.prompt.text, PROMPT_CHARACTERS, group.prompt.more)),
+        *(f"  {picture_line(one)}" for one in group.pictures),
     ]
     if group.answer:
         lines.append(_indented("answer", clip_text(group.answer, 300)))
@@ -155,6 +163,7 @@ def _group_tree(group: pb.SampleGroup) -> dict[str, Any]:
     return {
         **message_tree(group, "ref", "source", "holder", "digest"),
         **prompt,
+        "pictures": [message_tree(one, "sha256", "bytes", "height", "width", "file") for one in group.pictures],
         **message_tree(group, "prompt_tokens", "answer", "temperature"),
         "responses": [_response_tree(response) for response in group.responses],
     }

@@ -554,7 +554,7 @@ class GetSamplesRequest(_message.Message):
     def __init__(self, job: _Optional[str] = ..., step: _Optional[int] = ..., source: _Optional[str] = ..., order: _Optional[_Union[SampleOrder, str]] = ..., limit: _Optional[int] = ...) -> None: ...
 
 class SampleGroup(_message.Message):
-    __slots__ = ("lineage", "step", "standing", "of", "ref", "digest", "source", "holder", "prompt", "prompt_tokens", "answer", "temperature", "responses")
+    __slots__ = ("lineage", "step", "standing", "of", "ref", "digest", "source", "holder", "prompt", "prompt_tokens", "answer", "temperature", "responses", "pictures")
     LINEAGE_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     STANDING_FIELD_NUMBER: _ClassVar[int]
@@ -568,6 +568,7 @@ class SampleGroup(_message.Message):
     ANSWER_FIELD_NUMBER: _ClassVar[int]
     TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
     RESPONSES_FIELD_NUMBER: _ClassVar[int]
+    PICTURES_FIELD_NUMBER: _ClassVar[int]
     lineage: int
     step: int
     standing: StepStanding
@@ -581,7 +582,22 @@ class SampleGroup(_message.Message):
     answer: str
     temperature: float
     responses: _containers.RepeatedCompositeFieldContainer[SampleResponse]
-    def __init__(self, lineage: _Optional[int] = ..., step: _Optional[int] = ..., standing: _Optional[_Union[StepStanding, str]] = ..., of: _Optional[int] = ..., ref: _Optional[str] = ..., digest: _Optional[str] = ..., source: _Optional[str] = ..., holder: _Optional[str] = ..., prompt: _Optional[_Union[SampleText, _Mapping]] = ..., prompt_tokens: _Optional[int] = ..., answer: _Optional[str] = ..., temperature: _Optional[float] = ..., responses: _Optional[_Iterable[_Union[SampleResponse, _Mapping]]] = ...) -> None: ...
+    pictures: _containers.RepeatedCompositeFieldContainer[SamplePicture]
+    def __init__(self, lineage: _Optional[int] = ..., step: _Optional[int] = ..., standing: _Optional[_Union[StepStanding, str]] = ..., of: _Optional[int] = ..., ref: _Optional[str] = ..., digest: _Optional[str] = ..., source: _Optional[str] = ..., holder: _Optional[str] = ..., prompt: _Optional[_Union[SampleText, _Mapping]] = ..., prompt_tokens: _Optional[int] = ..., answer: _Optional[str] = ..., temperature: _Optional[float] = ..., responses: _Optional[_Iterable[_Union[SampleResponse, _Mapping]]] = ..., pictures: _Optional[_Iterable[_Union[SamplePicture, _Mapping]]] = ...) -> None: ...
+
+class SamplePicture(_message.Message):
+    __slots__ = ("sha256", "bytes", "height", "width", "file")
+    SHA256_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    HEIGHT_FIELD_NUMBER: _ClassVar[int]
+    WIDTH_FIELD_NUMBER: _ClassVar[int]
+    FILE_FIELD_NUMBER: _ClassVar[int]
+    sha256: str
+    bytes: int
+    height: int
+    width: int
+    file: str
+    def __init__(self, sha256: _Optional[str] = ..., bytes: _Optional[int] = ..., height: _Optional[int] = ..., width: _Optional[int] = ..., file: _Optional[str] = ...) -> None: ...
 
 class SampleText(_message.Message):
     __slots__ = ("text", "more")

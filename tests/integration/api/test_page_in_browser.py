@@ -20,6 +20,9 @@ from gcore.observability.metrics import Metrics
 pytestmark = pytest.mark.needs("chromium")
 
 HOSTILE = "<img src=x onerror='window.hurt=1'><script>window.hurt=1</script>\"'`${window.hurt=1}"
+PIXEL = (
+    "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR4nGNgAAAAAgABSK+kcQAAAABJRU5ErkJggg=="
+)
 JOB = {
     "uid": "3d214e67104a",
     "name": HOSTILE,
@@ -119,6 +122,12 @@ class Told:
     async def slots(self, uid: str) -> dict[str, Any]:
         return SLOTS
 
+    async def pictures(self, uid: str) -> dict[str, Any]:
+        return {
+            "step": 17,
+            "prompts": [{"prompt": HOSTILE, "mean_reward": 0.5, "pictures": [["ab", PIXEL], ["cd", ""]]}],
+        }
+
 
 @pytest.fixture(scope="module")
 def told() -> Told:
@@ -189,6 +198,8 @@ def test_a_job_shows_curves_slots_moves_with_reasons_and_events(browser: Browser
     assert browser.value(
         "[...document.querySelectorAll('#slots rect.f-rollout title')].map(one => one.textContent)[0]"
     ).endswith("busy rollout, 6 s")
+    assert browser.value("document.querySelector('#pictures img').naturalWidth") == 1
+    assert browser.value("document.querySelector('#pictures p').textContent") == "sha256:cd"
     assert browser.value("document.querySelectorAll('#events li').length") == 5
     assert browser.value("document.querySelector('#events li').textContent").startswith(
         browser.value("new Date(1004000).toLocaleTimeString()")

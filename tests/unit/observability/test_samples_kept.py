@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import hashlib
+import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,11 +24,12 @@ from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records.chain import Head, Lineage, LogEntry, Seal, SealedGroup, SealState
 from gcore.ledger.transactions import Versioned
 from gcore.observability import samples as folder
+from gcore.observability.sample_pictures import find_picture
 from gcore.observability.samples import KeptAdvantage, KeptText, choose_groups, make_kept_group
 from gcore.store.keys import JobKeys
 from gcore.train.batching import BatchIndex
 from gcore.train.step import show_advantages
-from gcore.types import Group, Prompt, PromptRef, Sample, Version, VersionSpan
+from gcore.types import Group, Medium, Prompt, PromptRef, Sample, Version, VersionSpan
 
 ME = "node-0.abc"
 
@@ -93,11 +98,11 @@ class Told(list[str]):
         self.append(f"{topic}: {sentence}")
 
 
-def keeper(run_dir: Path, warn: Told | None = None, **spec: int) -> SampleWriter:
+def keeper(run_dir: Path, warn: Told | None = None, blobs: Path | None = None, **spec: int) -> SampleWriter:
     one = SampleWriter(ME, Told() if warn is None else warn)
     stream: Any = SimpleNamespace(found=lambda ref: (Source(), 7))
     job: Any = SimpleNamespace(samples=SamplesSpec(**spec))
-    one.open(job, stream, run_dir)
+    one.open(job, stream, run_dir, blobs)
     return one
 
 
@@ -169,6 +174,71 @@ async def test_steps_that_are_not_due_leave_nothing_and_the_oldest_go(tmp_path: 
         samples.note(mirror(batch, step=step - 1), holding(one).group)
         await samples.write()
     assert folder.kept_steps(tmp_path) == [Version(0, 6), Version(0, 8)]
+
+
+PNG, JPEG = b"\x89PNG" + bytes(600_000), b"\xff\xd8\xff\xe0" + bytes(600_000)
+
+
+def stored_picture(blobs: Path, content: bytes) -> Medium:
+    """Put a picture into the job's folder in a blob store."""
+    name = hashlib.sha256(content).hexdigest()
+    (blobs / name[:2]).mkdir(parents=True, exist_ok=True)
+    (blobs / name[:2] / name).write_bytes(content)
+    return Medium("picture", name, len(content), (32, 48, 3), "uint8")
+
+
+async def keep_step(samples: SampleWriter, step: int, *media: Medium) -> None:
+    one = replace(group(0, step), media=media)
+    samples.note(mirror(seal([sealed(one)], SealState.READY, step), step=step - 1), holding(one).group)
+    await samples.write()
+
+
+async def test_pictures_are_linked_into_the_folder_of_their_step(tmp_path: Path) -> None:
+    run_dir, blobs = tmp_path / "run", tmp_path / "blobs"
+    png, jpeg = stored_picture(blobs, PNG), stored_picture(blobs, JPEG)
+    gone = png._replace(sha256="ab" * 32)
+    samples = keeper(run_dir, blobs=blobs)
+    await keep_step(samples, 1, png, jpeg, gone)
+    (kept,) = folder.read_groups(run_dir, Version(0, 1))
+    assert [(one.sha256, one.height, one.width) for one in kept.pictures] == [
+        (one.sha256, 32, 48) for one in (png, jpeg, gone)
+    ]
+    files = [find_picture(run_dir, Version(0, 1), one.sha256) for one in kept.pictures]
+    assert [None if file is None else file.suffix for file in files] == [".png", ".jpg", None]
+    assert files[0] is not None
+    assert files[0].samefile(blobs / png.sha256[:2] / png.sha256)
+    shutil.rmtree(blobs)
+    assert files[0].read_bytes() == PNG
+
+
+async def test_pictures_of_another_file_system_are_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EXDEV, "another file system")
+
+    monkeypatch.setattr(os, "link", refuse)
+    picture = stored_picture(tmp_path / "blobs", PNG)
+    await keep_step(keeper(tmp_path, blobs=tmp_path / "blobs"), 1, picture)
+    file = find_picture(tmp_path, Version(0, 1), picture.sha256)
+    assert file is not None
+    assert file.read_bytes() == PNG
+
+
+async def test_pictures_beyond_their_bound_are_deleted_from_the_oldest_steps(tmp_path: Path) -> None:
+    blobs = tmp_path / "blobs"
+    png, jpeg = stored_picture(blobs, PNG), stored_picture(blobs, JPEG)
+    samples = keeper(tmp_path, blobs=blobs, picture_mib=1)
+    await keep_step(samples, 1, png)
+    await keep_step(samples, 2, jpeg)
+    assert find_picture(tmp_path, Version(0, 1), png.sha256) is None
+    assert find_picture(tmp_path, Version(0, 2), jpeg.sha256) is not None
+    (kept,) = folder.read_groups(tmp_path, Version(0, 1))
+    assert kept.pictures[0].sha256 == png.sha256
+
+
+async def test_a_bound_of_0_keeps_no_pictures(tmp_path: Path) -> None:
+    picture = stored_picture(tmp_path / "blobs", PNG)
+    await keep_step(keeper(tmp_path, blobs=tmp_path / "blobs", picture_mib=0), 1, picture)
+    assert find_picture(tmp_path, Version(0, 1), picture.sha256) is None
 
 
 async def test_a_folder_that_takes_nothing_disturbs_nobody_and_is_told_of_once(tmp_path: Path) -> None:

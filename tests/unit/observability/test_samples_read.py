@@ -33,6 +33,7 @@ from gcore.observability import samples as folder
 from gcore.observability.samples import (
     KeptAdvantage,
     KeptGroup,
+    KeptPicture,
     KeptSample,
     KeptText,
     NoSamples,
@@ -266,6 +267,22 @@ async def test_json_has_everything(tmp_path: Path) -> None:
     assert first["prompt"] == "a\x1b[2J\nb"
     assert first["responses"][1]["advantage_most"] == 1.2
     assert tree["groups"][1]["responses"][0]["advantage"] is None
+
+
+async def test_a_picture_is_named_by_its_file_or_if_it_was_deleted_by_its_sha256(tmp_path: Path) -> None:
+    there, gone = "ab" * 32, "cd" * 32
+    pictures = tuple(KeptPicture(sha256=name, size=8, height=32, width=48) for name in (there, gone))
+    seen = group(0, 1.0).model_copy(update={"pictures": pictures})
+    folder.write_samples(tmp_path, Version(0, 3), "node-0.ab", [seen])
+    file = folder.step_folder(tmp_path, Version(0, 3)) / f"{there}.png"
+    file.touch()
+    groups = list(samples_of_folder(tmp_path, pb.GetSamplesRequest(job="sums")))
+    assert [one["file"] for one in groups_tree(groups)["groups"][0]["pictures"]] == [str(file), ""]
+    for terminal in (False, True):
+        out = io.StringIO()
+        show_groups(Console(file=out, force_terminal=terminal, width=400, color_system=None), groups)
+        assert f"picture: {file} (48 x 32 pixels)" in out.getvalue()
+        assert f"picture: sha256:{gone}, deleted (48 x 32 pixels)" in out.getvalue()
 
 
 async def gcore(*words: str | bytes) -> tuple[int, str, str]:

@@ -292,3 +292,16 @@ async def test_a_peer_cannot_make_us_write_elsewhere(tmp_path: Path, name: str) 
             await fetcher.grown(address, "log")
     assert not (tmp_path / "x").exists()
     assert not (tmp_path / "mine" / "x").exists()
+
+
+async def test_pictures_of_samples_are_fetched_as_a_whole_and_once(tmp_path: Path) -> None:
+    theirs, ours = tmp_path / "theirs" / "samples" / "0-1", tmp_path / "mine" / "samples" / "0-1"
+    theirs.mkdir(parents=True)
+    picture = b"\x89PNG" + b"a line\nand a part"
+    (theirs / "ab.png").write_bytes(picture)
+    fetcher = mine(tmp_path / "mine")
+    async with serving(tmp_path / "theirs") as address:
+        assert await fetcher.grown(address, "samples") == len(picture)
+        assert (ours / "ab.png").read_bytes() == picture
+        assert await fetcher.grown(address, "samples") == 0
+    assert [file.name for file in ours.iterdir()] == ["ab.png"]

@@ -59,6 +59,9 @@ class Told:
         self.asked.append((uid, -2))
         return {"rows": []}
 
+    async def pictures(self, uid: str) -> dict[str, Any]:
+        return {"prompts": []}
+
 
 @pytest.fixture
 def loop() -> Iterator[asyncio.AbstractEventLoop]:
@@ -94,6 +97,7 @@ def test_the_page_and_its_questions_are_answered(loop: asyncio.AbstractEventLoop
     assert json.loads(get(app, "/page/jobs")[2]) == {"jobs": []}
     assert json.loads(get(app, "/page/jobs/sums-1a", "after=17")[2]) == {"uid": "sums-1a"}
     assert json.loads(get(app, "/page/jobs/sums-1a/slots")[2]) == {"rows": []}
+    assert json.loads(get(app, "/page/jobs/sums-1a/pictures")[2]) == {"prompts": []}
     assert json.loads(get(app, "/targets")[2])[0]["targets"] == ["127.0.0.1:9090"]
     assert told.asked == [("sums-1a", 17), ("sums-1a", -2)]
 

@@ -17,9 +17,11 @@ from controllers.web.content import MOST_EVENTS, PageContent
 from gcore.config import parse_spec
 from gcore.ledger.records.cluster import Claim, Shares
 from gcore.ledger.records.job import Move, MoveKind, Moves, NodeRecord, SplitPart, Trouble
+from gcore.observability.samples import KeptGroup, KeptPicture, KeptText, step_folder, write_samples
 from gcore.store import keys
 from gcore.store.types import Put
 from gcore.testing import FakeClock, MemoryCluster, MemoryStore
+from gcore.types import PromptRef, Version
 
 SPEC = {
     "name": "u",
@@ -74,7 +76,7 @@ async def test_jobs_of_a_foreign_namespace_are_hidden(tmp_path: Path) -> None:
     _, shown = await a_job(tmp_path, "research")
     with acting_as(BOB):
         assert (await shown.cluster())["jobs"] == []
-        for asked in (shown.job("u", -1), shown.slots("u")):
+        for asked in (shown.job("u", -1), shown.slots("u"), shown.pictures("u")):
             with pytest.raises(NotFound, match="there is no job 'u'"):
                 await asked
     with acting_as(ANN):
@@ -126,6 +128,29 @@ async def test_a_folder_that_cannot_be_read_leaves_the_rest_of_the_page(tmp_path
     _, shown = await a_job(tmp_path)
     assert (await shown.job("u", -1))["curves"] == {}
     assert (await shown.slots("u"))["rows"] == []
+
+
+async def test_pictures_of_the_newest_samples_are_shown_and_deleted_ones_by_their_sha256(tmp_path: Path) -> None:
+    _, shown = await a_job(tmp_path)
+    assert (await shown.pictures("u"))["prompts"] == []
+    kept, gone = "ab" * 32, "cd" * 32
+    pictures = tuple(KeptPicture(sha256=name, size=8, height=2, width=2) for name in (kept, gone))
+    group = KeptGroup(
+        ref=PromptRef(0, 0, 0),
+        digest="d",
+        source="s",
+        prompt=KeptText.of("p" * 500, 500),
+        prompt_tokens=1,
+        holder="n0.a",
+        samples=(),
+        pictures=pictures,
+    )
+    write_samples(tmp_path, Version(0, 3), "n0.a", [group])
+    (step_folder(tmp_path, Version(0, 3)) / f"{kept}.png").write_bytes(b"\x89PNG")
+    tree = await shown.pictures("u")
+    assert (tree["step"], len(tree["prompts"])) == (3, 1)
+    assert tree["prompts"][0]["prompt"] == "p" * 200
+    assert tree["prompts"][0]["pictures"] == [(kept, "data:image/png;base64,iVBORw=="), (gone, "")]
 
 
 async def test_a_job_that_waits_for_slots_says_so(tmp_path: Path) -> None:
