@@ -281,7 +281,7 @@ class DaemonState:
         self.facts = NodeFactsReader(self.config)
         self.health = SlotHealth(self.config.node, self.config.slots, self.clock)
         self.groups = JobGroups(self.config.limits)
-        self.blobs = NodeBlobs(self.config, self.clock, self._nodes, self.connector)
+        self.blobs = NodeBlobs(self.config, self.clock, self._nodes, self.metrics, self.connector)
 
     def _nodes(self) -> Mapping[str, NodeRecord]:
         return {} if self.cluster is None else self.cluster.nodes

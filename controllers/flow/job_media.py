@@ -28,13 +28,17 @@ PIN_S = 120.0
 RENEW_S = 30.0
 """Seconds between two renewals of all pins."""
 
+REPORT_S = 1.0
+"""Seconds between two reports of what is wrong with the store."""
+
 Pictures = tuple[PictureRef, ...]
 
 
 class JobMedia:
     """The media of a job on this controller. `me`: this incarnation. `held`: returns the prompts that this controller
     produces or holds groups of. `worlds`: returns the train worlds whose ranks on this node may need their blobs; empty:
-    not known yet. `changes`: notified when they change.
+    not known yet. `changes`: notified when they change. `warn`: called with what is wrong with the store of this node, and
+    with an empty sentence when that is over.
     """
 
     def __init__(
@@ -45,6 +49,7 @@ class JobMedia:
         held: Callable[[], Iterable[PromptRef]],
         worlds: Callable[[], Collection[str]],
         changes: ChangeSignal,
+        warn: Callable[[str], None],
         clock: Clock,
     ) -> None:
         self._blobs = blobs
@@ -53,6 +58,7 @@ class JobMedia:
         self._held = held
         self._worlds = worlds
         self._changes = changes
+        self._warn = warn
         self._clock = clock
         self._making: dict[Pictures, asyncio.Task[tuple[Medium, ...]]] = {}
         """By pictures: the task that makes their blobs, kept as long as a held prompt has them."""
@@ -114,8 +120,13 @@ class JobMedia:
         await self._blobs.wait_for_secret()
 
     async def run(self) -> None:
-        """Renew pins, and delete the blobs of former train worlds; never returns."""
-        await gather_or_cancel((self._renew_pins(), self._sweep_worlds()))
+        """Renew pins, delete the blobs of former train worlds, and report problems of the store; never returns."""
+        await gather_or_cancel((self._renew_pins(), self._sweep_worlds(), self._report_trouble()))
+
+    async def _report_trouble(self) -> None:
+        while True:
+            self._warn(self._blobs.trouble)
+            await self._clock.sleep(REPORT_S)
 
     async def _sweep_worlds(self) -> None:
         """Delete the blobs of a train world when no rank can need them any more."""

@@ -303,7 +303,14 @@ class JobSession(LiveJob):
         if uses_pictures(spec) and dependencies.blobs is not None:
             dependencies.blobs.need()
             self.media = JobMedia(
-                dependencies.blobs, self.uid, self.me, self.buffer.refs, self._needed_worlds, self.changes, clock
+                dependencies.blobs,
+                self.uid,
+                self.me,
+                held=self.buffer.refs,
+                worlds=self._needed_worlds,
+                changes=self.changes,
+                warn=lambda sentence: self.warnings.hold(f"blobs-{self.node}", sentence),
+                clock=clock,
             )
         self.own_folder: LocalRunFolder | None = (
             dependencies.folders.of(job.uid, self.run_dir) if has_own_folder(job) else None

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from controllers.identity import node_of
 from controllers.rules.memory import blocking_nodes, managed_engines, sleeping_engines
 from controllers.rules.placement import is_suspended
 from controllers.rules.replication import (
@@ -63,6 +64,7 @@ PATIENCE_S: Mapping[str, float] = MappingProxyType(
         "agent": 300.0,
         "tools": 60.0,
         "exchange": 30.0,
+        "blobs": 30.0,
         "train": 60.0,
         "slots": 600.0,
         "finish": 120.0,
@@ -256,7 +258,31 @@ def _exchange(view: JobView, seal: Seal) -> Iterator[Wait]:
     if not late and growth_delay_s(view):
         yield Wait("train_world", f"a larger train world will be formed ({growth_reason(view)})", "wait growth")
     lacking = sum(len(samples) for rank in late for samples in view.missing(seal, rank).values())
-    yield Wait("exchange", what, f"wait exchange {seal.token}", str(lacking))
+    fetched = sum(view.ranks[rank].fetched_bytes for rank in late if rank in view.ranks)
+    yield Wait("exchange", what, f"wait exchange {seal.token}", f"{lacking} {fetched}")
+    for rank in late:
+        yield from _blobs(view, seal, rank)
+
+
+def _blobs(view: JobView, seal: Seal, rank: int) -> Iterator[Wait]:
+    """The wait of a train rank for the blobs of groups that it has received, named by the first of them."""
+    fetching = view.fetching(seal, rank)
+    groups = [group for group in seal.groups if group.digest in fetching]
+    if not groups:
+        return
+    lost = next((group for group in groups if fetching[group.digest].unavailable), None)
+    first = groups[0] if lost is None else lost
+    node = next((place.node for place in view.plan.ranks if place.rank == rank), "its node")
+    what = f"train rank {rank} on {node} waits for blobs of prompt {first.ref} from {node_of(first.holder)}"
+    if lost is None:
+        of = fetching[first.digest]
+        what += f": {of.fetched / 1e6:.1f} of {of.total / 1e6:.1f} MB are there"
+    else:
+        what += f": no store has blob {min(fetching[first.digest].unavailable)}"
+    if len(groups) > 1:
+        what += f", and for those of {len(groups) - 1} more {'prompt' if len(groups) == 2 else 'prompts'}"
+    moved = f"{len(groups)} {view.ranks[rank].fetched_bytes}"
+    yield Wait("blobs", what, f"wait blobs {seal.token} {rank}", moved)
 
 
 def _training(view: JobView, seal: Seal) -> Iterator[Wait]:

@@ -25,9 +25,11 @@ from gcore.config.node import NodeConfig
 from gcore.errors import GcoreError, StoreUnavailable
 from gcore.ledger.records.job import NodeRecord
 from gcore.media.protocol import BlobMissing, StoreUnreachable, job_key
+from gcore.observability.metrics import BlobMetrics
 from gcore.store import keys
 from gcore.store.types import Compare, Put, Store
 from gcore.system.clock import Clock, retry_delay
+from gcore.system.concurrency import cancel_all
 from gcore.system.files import replace_file
 from gcore.system.network import join_host_port, listen
 from gcore.worker.control import ChildProcess
@@ -50,6 +52,59 @@ LASTING_S = 60.0
 
 SECRET_BYTES = 32
 
+LOOK_S = 5.0
+"""Seconds between two readings of the store's counters."""
+
+SLOW_S = 5.0
+"""Seconds without an answer after which a store counts as slow."""
+
+TROUBLE_S = 60.0
+"""Seconds for which a problem of the store is reported after it was last seen."""
+
+
+class StoreProblems:
+    """The recent problems of a blob store, as a sentence. Pure: the caller passes monotonic seconds."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, tuple[float, str]] = {}
+
+    def note(self, kind: str, sentence: str, now: float) -> None:
+        """Record a problem. While one of this kind lasts, its first sentence stays, so that it is one event."""
+        self._seen = self._lasting(now)
+        self._seen[kind] = now, self._seen[kind][1] if kind in self._seen else sentence
+
+    def note_counters(self, counters: Mapping[str, int], more: Mapping[str, int], took_s: float, now: float) -> None:
+        """Record what the counters of a store show. `more`: their increase since the last reading; `took_s`: how long
+        the store took to answer."""
+        if more["refused_full"]:
+            sentence = (
+                f"the blob store is full and refused {more['refused_full']} requests: of {counters['bound'] / 1e6:.0f} MB, "
+                f"{counters['pinned'] / 1e6:.0f} MB are pinned and {counters['reserved'] / 1e6:.0f} MB reserved"
+            )
+            self.note("full", f"{sentence}; raise blob_gib of the node, or lower flow.groups_per_step", now)
+        if more["failed_disk"]:
+            self.note(
+                "disk",
+                f"the disk of the blob store failed {more['failed_disk']} requests; free space and check the disk",
+                now,
+            )
+        if more["blobs_damaged"]:
+            self.note("damaged", f"the blob store removed {more['blobs_damaged']} blobs whose bytes had changed", now)
+        if took_s > SLOW_S:
+            self.note("slow", f"the blob store took {took_s:.0f} s to answer", now)
+
+    def sentence(self, now: float) -> str:
+        """The problems of the last `TROUBLE_S` seconds; empty if there are none."""
+        return "; ".join(sentence for _, sentence in self._lasting(now).values())
+
+    def _lasting(self, now: float) -> dict[str, tuple[float, str]]:
+        return {kind: seen for kind, seen in self._seen.items() if now - seen[0] < TROUBLE_S}
+
+
+def counter_increase(before: Mapping[str, int], now: Mapping[str, int]) -> dict[str, int]:
+    """Return by how much each counter has increased. A counter that is smaller than before has begun again at 0."""
+    return {name: value - before.get(name, 0) if value >= before.get(name, 0) else value for name, value in now.items()}
+
 
 class NodeBlobs:
     """The blob store of this node. `nodes`: returns the records of the cluster's nodes."""
@@ -59,12 +114,15 @@ class NodeBlobs:
         config: NodeConfig,
         clock: Clock,
         nodes: Callable[[], Mapping[str, NodeRecord]],
+        metrics: BlobMetrics,
         connector: Connector = PLAIN,
     ) -> None:
         self._config = config
         self._clock = clock
         self._nodes = nodes
+        self._metrics = metrics
         self._connector = connector
+        self._problems = StoreProblems()
         self._home = Path(config.home)
         self._needed = asyncio.Event()
         self._secret: bytes | None = None
@@ -109,8 +167,12 @@ class NodeBlobs:
             began = self._clock.monotonic()
             try:
                 await self._run_once()
+                why = "the process of the blob store ended and is started again"
             except GcoreError as error:
-                log.warning("the blob store cannot be started: %s", error)
+                why = f"the blob store cannot be started: {error}"
+            log.warning("%s", why)
+            self._problems.note("gone", why, self._clock.monotonic())
+            self._metrics.count_blob_store_end()
             failures = 0 if self._clock.monotonic() - began > LASTING_S else failures + 1
             await self._clock.sleep(retry_delay(failures))
 
@@ -144,12 +206,13 @@ class NodeBlobs:
         )
         child = await ChildProcess.start(spec)
         self._child, self._told = child, dict(document["nodes"])
-        telling = asyncio.create_task(self._tell(child), name="addresses of blob stores")
+        work = {"addresses of blob stores": self._tell(child), "counters of the blob store": self._read_counters()}
+        tasks = [asyncio.create_task(one, name=name) for name, one in work.items()]
         try:
             await child.run(self._note)
         finally:
             self._child = None
-            telling.cancel()
+            await cancel_all(tasks)
 
     def _note(self, event: WorkerEvent) -> None:
         if isinstance(event, ChildFailed):
@@ -166,6 +229,37 @@ class NodeBlobs:
                 child.tell("nodes", nodes=others)
             await self._clock.sleep(1.0)
 
+    async def _read_counters(self) -> None:
+        """Read the counters of the store every `LOOK_S` seconds: for metrics, and for problems."""
+        from gcore.media.client import read_counters
+
+        before: Mapping[str, int] = {}
+        while True:
+            await self._clock.sleep(LOOK_S)
+            began = self._clock.monotonic()
+            try:
+                counters = await read_counters(self.address, self._connections())
+            except StoreUnreachable as error:
+                self._problems.note("slow", error.what, self._clock.monotonic())
+                continue
+            now, more = self._clock.monotonic(), counter_increase(before, counters)
+            before = counters
+            self._problems.note_counters(counters, more, now - began, now)
+            worlds = await asyncio.to_thread(_bytes_below, self._home / WORLDS)
+            self._metrics.show_blobs(counters, more, worlds)
+
+    @property
+    def trouble(self) -> str:
+        """What is wrong with the store of this node, as a sentence; empty if nothing is."""
+        return self._problems.sentence(self._clock.monotonic())
+
+    def _connections(self) -> BlobHttp:
+        from gcore.media.client import open_blob_http
+
+        if self._http is None:
+            self._http = open_blob_http(self._connector)
+        return self._http
+
     async def wait_for_secret(self) -> None:
         """Wait until this node knows the secret, from which the keys of jobs are derived."""
         self.need()
@@ -173,13 +267,11 @@ class NodeBlobs:
 
     async def client(self, job: str, address: str = "") -> BlobClient:
         """The client of a store for one job. `address`: of the store; empty: this node's. Waits for the secret."""
-        from gcore.media.client import BlobClient, open_blob_http
+        from gcore.media.client import BlobClient
 
         await self.wait_for_secret()
         assert self._secret is not None
-        if self._http is None:
-            self._http = open_blob_http(self._connector)
-        return BlobClient(address or self.address, job, job_key(self._secret, job), self._http, self._clock)
+        return BlobClient(address or self.address, job, job_key(self._secret, job), self._connections(), self._clock)
 
     def job_folder(self, job: str) -> Path:
         """The folder of a job's blobs on this node, for its engines."""
@@ -222,6 +314,15 @@ class NodeBlobs:
                             await client.stat(blob)
                             found[blob].add(name)
         return found
+
+
+def _bytes_below(folder: Path) -> int:
+    """Return the bytes of all files below a folder; files that are deleted meanwhile are left out."""
+    total = 0
+    for file in folder.rglob("*"):
+        with contextlib.suppress(OSError):
+            total += file.stat().st_size if file.is_file() else 0
+    return total
 
 
 def can_serve() -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gcore.observability.metrics import CallMetrics, MembershipMetrics, Metrics, SlotMetrics, StoreMetrics
+from gcore.observability.metrics import BlobMetrics, CallMetrics, MembershipMetrics, Metrics, SlotMetrics, StoreMetrics
 from gcore.observability.registry import MetricsBase
 from gcore.observability.step_metrics import ChainMetrics, GenerationMetrics, JudgeMetrics
 
@@ -13,6 +13,7 @@ SUBJECTS: tuple[tuple[str, type[MetricsBase]], ...] = (
     ("Judges", JudgeMetrics),
     ("Nodes, jobs, waits", MembershipMetrics),
     ("The store", StoreMetrics),
+    ("Blob stores", BlobMetrics),
     ("The job API", CallMetrics),
 )
 HEAD = """# Every metric

@@ -75,6 +75,13 @@ def open_blob_http(connector: Connector) -> BlobHttp:
     return http_client(SILENCE_S, _RenewedTransport(connector))
 
 
+async def read_counters(address: str, http: BlobHttp) -> dict[str, int]:
+    """Return the counters of the blob store at `address` (`GET /health`). Raises StoreUnreachable."""
+    with _explained(address):
+        response = await http.get(f"{address}/health")
+        return {name: value for name, value in response.json().items() if isinstance(value, int)}
+
+
 class BlobClient:
     """Calls the blob store at `address`, such as `http://127.0.0.1:8000`, with the key of `job`.
 
@@ -269,18 +276,23 @@ class BlobClient:
             raise decode_error(value, self.address)
         return value
 
-    @contextlib.contextmanager
-    def _explain(self) -> Iterator[None]:
-        try:
-            yield
-        except httpx.HTTPError as error:
-            raise StoreUnreachable(
-                f"the blob store does not answer ({str(error) or type(error).__name__})",
-                where=self.address,
-                fix="Check whether the daemon of its node runs",
-            ) from error
-        except (ValueError, KeyError, TypeError) as error:
-            raise StoreUnreachable(f"the answer is not one of a blob store ({error!r})", where=self.address) from error
+    def _explain(self) -> contextlib.AbstractContextManager[None]:
+        return _explained(self.address)
+
+
+@contextlib.contextmanager
+def _explained(address: str) -> Iterator[None]:
+    """Turn errors of a call into StoreUnreachable."""
+    try:
+        yield
+    except httpx.HTTPError as error:
+        raise StoreUnreachable(
+            f"the blob store does not answer ({str(error) or type(error).__name__})",
+            where=address,
+            fix="Check whether the daemon of its node runs",
+        ) from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise StoreUnreachable(f"the answer is not one of a blob store ({error!r})", where=address) from error
 
 
 async def _pieces(file: BinaryIO) -> AsyncIterator[bytes]:

@@ -57,6 +57,7 @@ from gcore.media.protocol import (
     BlobMismatch,
     BlobRequestRefused,
     StoreFailed,
+    StoreFull,
     check_job,
     check_sha256,
     disk_error,
@@ -189,6 +190,8 @@ class BlobServer:
         self._secret = secret
         self._roots = tuple(root.resolve() for root in roots)
         self._bytes_served = 0
+        self._refused_full = 0
+        self._failed_disk = 0
 
     def app(self) -> Starlette:
         """Return the ASGI application."""
@@ -218,7 +221,17 @@ class BlobServer:
             **asdict(self._store.counters()),
             "bytes_served": self._bytes_served,
             "bytes_fetched": self._transfers.bytes_fetched,
+            "fetches": self._transfers.fetches,
+            "fetch_ms": round(1000 * self._transfers.fetch_s),
+            "refused_full": self._refused_full,
+            "failed_disk": self._failed_disk,
         }
+
+    def _encode(self, error: GcoreError) -> dict[str, Any]:
+        """Return the JSON of an error, and count it."""
+        self._refused_full += isinstance(error, StoreFull)
+        self._failed_disk += isinstance(error, StoreFailed)
+        return encode_error(error)
 
     def _guarded(self, handler: Handler) -> Callable[[Request], Awaitable[Response]]:
         """Wrap a handler: check the job's key, and turn a GcoreError into a response."""
@@ -230,7 +243,7 @@ class BlobServer:
                     raise NotAllowed(f"the key is not that of job {job}", fix="Use the key of the job")
                 return await handler(request, job)
             except GcoreError as error:
-                return JSONResponse(encode_error(error), STATUS.get(type(error), 500))
+                return JSONResponse(self._encode(error), STATUS.get(type(error), 500))
 
         return handle
 
@@ -331,7 +344,7 @@ class BlobServer:
                 result = await self._transfers.fetch(job, blobs, nodes, report)
                 lines.put_nowait({"result": _result_fields(result)})
             except GcoreError as error:
-                lines.put_nowait(encode_error(error))
+                lines.put_nowait(self._encode(error))
 
         fetching = asyncio.create_task(fetch())
         try:

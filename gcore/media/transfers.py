@@ -66,6 +66,10 @@ class BlobTransfers:
     ) -> None:
         self.bytes_fetched = 0
         """Bytes received from other stores."""
+        self.fetches = 0
+        """Number of transfers that received a blob."""
+        self.fetch_s = 0.0
+        """Seconds that these transfers took in all."""
         self._store = store
         self._name = name
         self._secret = secret
@@ -148,9 +152,14 @@ class BlobTransfers:
             if not others:
                 return ""
             async with self._turns:
+                began = self._clock.monotonic()
                 incoming = await asyncio.to_thread(self._store.begin, job, blob)
                 try:
-                    return await self._receive_from(others, job, blob, incoming, transfer)
+                    reason = await self._receive_from(others, job, blob, incoming, transfer)
+                    if reason is None:
+                        self.fetches += 1
+                        self.fetch_s += self._clock.monotonic() - began
+                    return reason
                 finally:
                     await asyncio.to_thread(incoming.close)
         except (BlobMismatch, BlobMissing) as error:  # the request has a wrong size, or the job was dropped

@@ -7,7 +7,7 @@ is never a label. Metrics of a job are gauges with the label `job`, some also wi
 
 Each process has one `Metrics` with its own registry and passes it to the code that counts; no metric is at module
 level. This module has the metrics of the store (calls, transactions, sizes), the job API, nodes, workers, jobs, waits,
-slots and placement. Steps, engines and judges are in `gcore.observability.step_metrics`. `gcore.observability.http`
+slots, placement and blob stores. Steps, engines and judges are in `gcore.observability.step_metrics`. `gcore.observability.http`
 serves them.
 """
 
@@ -299,7 +299,67 @@ class SlotMetrics(MetricsBase):
                 gauge.remove_by_labels({"job": job, "kind": kind, "measure": measure})
 
 
-class Metrics(StoreMetrics, ChainMetrics, GenerationMetrics, JudgeMetrics, SlotMetrics, MembershipMetrics, CallMetrics):
+BLOB_ERRORS = ("full", "disk", "damaged", "gone")
+"""Values of the label `kind` of errors of a blob store."""
+
+
+class BlobMetrics(MetricsBase):
+    """Metrics of this node's blob store, as the daemon reads them from its process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._bytes = self._gauge(
+            "gcore_blob_bytes",
+            "Bytes of blobs (pictures) on this node by kind (stored; of these pinned; arriving, reserved and free) and where "
+            "(store; worlds: the folders of train ranks, which link to the same files).",
+            "kind",
+            "where",
+        )
+        self._fetches = self._counter("gcore_blob_fetches_total", "Blobs that this node's store received from others.")
+        self._fetch_seconds = self._counter(
+            "gcore_blob_fetch_seconds_total", "Seconds that these transfers took, added up."
+        )
+        self._fetched = self._counter(
+            "gcore_blob_fetched_bytes_total", "Bytes that this node's blob store received from others."
+        )
+        self._errors = self._counter(
+            "gcore_blob_store_errors_total",
+            "Errors of this node's blob store by kind: full (requests without room), disk (failed reads and writes), damaged "
+            "(removed blobs whose bytes had changed), gone (ends of its process).",
+            "kind",
+            known=[(kind,) for kind in BLOB_ERRORS],
+        )
+
+    def show_blobs(self, now: Mapping[str, int], more: Mapping[str, int], world_bytes: int) -> None:
+        """Set the metrics from the counters of the store (`gcore.media.server`). `more`: their increase since the last
+        call. `world_bytes`: bytes in the folders of train ranks."""
+        free = max(0, now["bound"] - now["held"] - now["incoming"] - now["reserved"])
+        kinds = {"stored": "stored", "pinned": "pinned", "arriving": "incoming", "reserved": "reserved"}
+        for kind, name in kinds.items():
+            self._bytes.labels(kind, "store").set(now[name])
+        self._bytes.labels("free", "store").set(free)
+        self._bytes.labels("stored", "worlds").set(world_bytes)
+        self._fetches.inc(more["fetches"])
+        self._fetch_seconds.inc(more["fetch_ms"] / 1000)
+        self._fetched.inc(more["bytes_fetched"])
+        for kind, name in (("full", "refused_full"), ("disk", "failed_disk"), ("damaged", "blobs_damaged")):
+            self._errors.labels(kind).inc(more[name])
+
+    def count_blob_store_end(self) -> None:
+        """Count an end of the store's process."""
+        self._errors.labels("gone").inc()
+
+
+class Metrics(
+    StoreMetrics,
+    ChainMetrics,
+    GenerationMetrics,
+    JudgeMetrics,
+    SlotMetrics,
+    BlobMetrics,
+    MembershipMetrics,
+    CallMetrics,
+):
     """All metrics of one process. Count for example with `metrics.transactions.labels("seal", "won").inc()`."""
 
     def __init__(self) -> None:

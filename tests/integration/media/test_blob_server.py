@@ -192,6 +192,7 @@ async def test_a_full_store_refuses_blobs_and_reservations_until_pins_end(start:
         await client.stat(BLOB.sha256)
     counters = await health(http, store)
     assert (counters["blobs_deleted"], counters["reserved"], counters["pinned"]) == (1, 0, 0)
+    assert (counters["refused_full"], counters["failed_disk"]) == (3, 0)
 
 
 async def test_blobs_are_linked_only_into_the_roots_of_the_launch_document(

@@ -6,24 +6,27 @@ import asyncio
 import json
 import math
 from collections.abc import Callable, Collection, Sequence
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from picture_models import write_picture_model
+from prometheus_client import generate_latest
 
 from controllers.changes import ChangeSignal
 from controllers.flow.group_buffer import GroupBuffer
 from controllers.flow.job_data import JobData
-from controllers.flow.job_media import RENEW_S, JobMedia
-from controllers.workers.blobs import NodeBlobs
+from controllers.flow.job_media import RENEW_S, REPORT_S, JobMedia
+from controllers.workers.blobs import SLOW_S, TROUBLE_S, NodeBlobs, StoreProblems, counter_increase
 from gcore.config.node import NodeConfig
 from gcore.config.train import TrainSpec
 from gcore.errors import DataError, EngineError, EngineUnreachable
 from gcore.media.pictures import PictureError
 from gcore.media.placeholders import PictureRule
 from gcore.media.protocol import StoreFull, StoreUnreachable
+from gcore.observability.metrics import Metrics
 from gcore.system.clock import Clock
 from gcore.system.concurrency import cancel_all
 from gcore.testing import FakeClock, MemoryCluster, MemoryStore, PerfectNetwork
@@ -59,6 +62,7 @@ class Blobs:
     def __init__(self, client: StoreClient) -> None:
         self._client = client
         self.swept: list[Collection[str]] = []
+        self.trouble = ""
 
     async def client(self, job: str, address: str = "") -> Any:
         return self._client
@@ -74,7 +78,7 @@ def prompt(number: int = 0) -> Prompt:
 
 def media_of(client: StoreClient, held: set[PromptRef], clock: FakeClock) -> JobMedia:
     blobs: Any = Blobs(client)
-    return JobMedia(blobs, "job", "node.1", lambda: held, frozenset, ChangeSignal(), clock)
+    return JobMedia(blobs, "job", "node.1", lambda: held, frozenset, ChangeSignal(), str, clock)
 
 
 async def test_prompts_with_equal_pictures_share_their_blobs() -> None:
@@ -118,7 +122,7 @@ def node_blobs(tmp_path: Path, clock: Clock) -> NodeBlobs:
             "run_root": str(tmp_path / "runs"),
         }
     )
-    return NodeBlobs(config, clock, dict)
+    return NodeBlobs(config, clock, dict, Metrics())
 
 
 def test_the_port_of_a_store_stays_the_same(tmp_path: Path) -> None:
@@ -143,7 +147,7 @@ async def test_the_folders_of_worlds_that_no_rank_needs_are_deleted(tmp_path: Pa
 async def test_worlds_are_swept_whenever_a_rank_has_ended() -> None:
     client, clock, changes, needed = StoreClient(), FakeClock(), ChangeSignal(), set[str]()
     blobs: Any = Blobs(client)
-    media = JobMedia(blobs, "job", "node.1", list, lambda: frozenset(needed), changes, clock)
+    media = JobMedia(blobs, "job", "node.1", list, lambda: frozenset(needed), changes, str, clock)
     running = asyncio.create_task(media.run())
     try:
         for worlds in ({"old"}, {"old"}, {"old", "new"}, {"new"}):
@@ -154,6 +158,73 @@ async def test_worlds_are_swept_whenever_a_rank_has_ended() -> None:
         assert blobs.swept == [{"old"}, {"old", "new"}, {"new"}]  # nothing while no world is known
     finally:
         running.cancel()
+
+
+async def test_a_job_reports_problems_of_the_blob_store_until_they_end() -> None:
+    clock, said = FakeClock(), list[str]()
+    blobs: Any = Blobs(StoreClient())
+    media = JobMedia(blobs, "job", "node.1", list, frozenset, ChangeSignal(), said.append, clock)
+    running = asyncio.create_task(media.run())
+    try:
+        for trouble in ("", "it is full", ""):
+            blobs.trouble = trouble
+            await clock.advance(REPORT_S)
+        assert [sentence for before, sentence in pairwise(["", *said]) if sentence != before] == ["it is full", ""]
+    finally:
+        running.cancel()
+
+
+COUNTERS = {"bound": 4_000_000, "pinned": 3_000_000, "held": 3_500_000, "stored": 3_600_000, "incoming": 100_000}
+COUNTERS |= {"reserved": 200_000, "fetches": 2, "fetch_ms": 1500, "bytes_fetched": 700}
+COUNTERS |= dict.fromkeys(("refused_full", "failed_disk", "blobs_damaged"), 0)
+
+
+@pytest.mark.parametrize(
+    ("counters", "took_s", "said"),
+    [
+        (
+            {"refused_full": 3},
+            0.0,
+            "the blob store is full and refused 3 requests: of 4 MB, 3 MB are pinned and 0 MB reserved",
+        ),
+        ({"failed_disk": 1}, 0.0, "the disk of the blob store failed 1 requests"),
+        ({"blobs_damaged": 2}, 0.0, "the blob store removed 2 blobs whose bytes had changed"),
+        ({}, SLOW_S + 2, "the blob store took 7 s to answer"),
+        ({}, 0.0, ""),
+    ],
+)
+def test_a_full_failing_damaged_or_slow_store_is_a_problem(counters: dict[str, int], took_s: float, said: str) -> None:
+    problems, now = StoreProblems(), COUNTERS | counters
+    problems.note_counters(now, counter_increase(COUNTERS, now), took_s, 0.0)
+    assert problems.sentence(0.0).startswith(said)
+    assert bool(problems.sentence(0.0)) == bool(said)
+
+
+def test_a_problem_that_lasts_is_one_sentence_and_ends_when_it_is_not_seen_any_more() -> None:
+    problems = StoreProblems()
+    problems.note("slow", "it took 7 s to answer", 0.0)
+    problems.note("slow", "it took 9 s to answer", TROUBLE_S - 1)
+    assert problems.sentence(2 * TROUBLE_S - 2) == "it took 7 s to answer"
+    assert problems.sentence(2 * TROUBLE_S) == ""
+
+
+def test_the_counters_of_a_restarted_store_count_from_0() -> None:
+    assert counter_increase({"a": 5, "b": 5}, {"a": 7, "b": 2, "c": 1}) == {"a": 2, "b": 2, "c": 1}
+
+
+def test_metrics_of_a_blob_store() -> None:
+    metrics = Metrics()
+    metrics.show_blobs(COUNTERS, COUNTERS, world_bytes=50)
+    metrics.count_blob_store_end()
+    text = generate_latest(metrics.registry).decode()
+    for line in (
+        'gcore_blob_bytes{kind="free",where="store"} 200000.0',
+        'gcore_blob_bytes{kind="pinned",where="store"} 3e+06',
+        'gcore_blob_bytes{kind="stored",where="worlds"} 50.0',
+        "gcore_blob_fetch_seconds_total 1.5",
+        'gcore_blob_store_errors_total{kind="gone"} 1.0',
+    ):
+        assert line in text
 
 
 async def test_the_key_of_a_rank_is_known_when_the_wait_for_the_secret_ends(

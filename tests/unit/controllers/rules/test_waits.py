@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from builders import running_job, sealed_job
 
+from controllers.identity import node_of
 from controllers.job import effects as job_effects
 from controllers.rules.actions import PublishWeights
 from controllers.rules.decide import decide
@@ -29,6 +30,7 @@ from gcore.ledger.transactions import TxnOutcome
 from gcore.observability.metrics import Metrics
 from gcore.store.keys import JobKeys
 from gcore.testing import FakeClock, MemoryCluster, MemoryStore, PerfectNetwork
+from gcore.train.rank.feed import Fetching
 from gcore.types import Version
 from gcore.worker.sandbox.pool import PoolStatus
 
@@ -243,6 +245,41 @@ def test_a_batch_on_its_way_moves_with_what_arrives() -> None:
     view, some = sealed_job(), sealed_job(fed=(0,))
     assert waits(view)["exchange"].key == waits(some)["exchange"].key
     assert waits(view)["exchange"].stall != waits(some)["exchange"].stall
+
+
+def test_a_rank_that_waits_for_blobs_names_the_prompt_the_nodes_and_the_bytes() -> None:
+    view = sealed_job()
+    seal = view.seal
+    assert seal is not None
+    first, second = seal.groups[:2]
+
+    def at(fetched: int, lost: frozenset[str] = frozenset()) -> Wait:
+        fetching = {
+            first.digest: Fetching(frozenset({0}), 3_000_000, fetched),
+            second.digest: Fetching(frozenset({0}), 3_000_000, 0, lost),
+        }
+        known = RankView(0, holding=seal.token, fetching=fetching, fetched_bytes=fetched)
+        return waits(replace(view, ranks={0: known}))["blobs"]
+
+    holder, node = node_of(first.holder), view.plan.ranks[0].node
+    assert at(1_200_000).what == (
+        f"train rank 0 on {node} waits for blobs of prompt {first.ref} from {holder}: 1.2 of 3.0 MB are there, and for "
+        "those of 1 more prompt"
+    )
+    assert f"prompt {second.ref} from {holder}: no store has blob {'ab' * 32}" in at(0, frozenset({"ab" * 32})).what
+    assert at(0).key == at(1).key
+    assert at(0).stall != at(1).stall
+    assert "blobs" not in waits(view)
+
+
+def test_bytes_of_blobs_are_progress_of_the_transfer() -> None:
+    view = sealed_job()
+    assert view.seal is not None
+
+    def at(fetched: int) -> Wait:
+        return waits(replace(view, ranks={0: RankView(0, fetched_bytes=fetched)}))["exchange"]
+
+    assert at(0).stall != at(1).stall
 
 
 @pytest.mark.parametrize(
