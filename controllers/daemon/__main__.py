@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import logging
 import os
 import signal
 import sys
@@ -41,7 +40,6 @@ def main() -> None:
     parser.add_argument("--config", required=True, type=Path, help="the node's configuration, a YAML file")
     arguments = parser.parse_args()
     accept_signals()
-    logging.getLogger("httpx").setLevel(logging.WARNING)
     limit_library_pools()
     manager = ServiceManager.from_environment(os.environ, os.getpid())
     clear_environment(os.environ)

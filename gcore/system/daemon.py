@@ -89,6 +89,7 @@ def set_up_logging(
     wanted = environment.get(LEVEL_VARIABLE, level).upper()
     known = wanted if wanted in logging.getLevelNamesMapping() else level
     logging.basicConfig(level=known, handlers=[handler], force=True)
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # otherwise it logs each request
 
 
 def log_environment(fields: Fields) -> dict[str, str]:

@@ -111,3 +111,10 @@ def test_without_a_word_lines_are_for_people() -> None:
     set_up_logging(environment={}, stream=stream)
     logging.getLogger("a").info("told")
     assert stream.getvalue().endswith(" INFO a: told\n")
+
+
+def test_logs_do_not_contain_each_http_request() -> None:
+    stream = io.StringIO()
+    set_up_logging(environment={}, stream=stream)
+    logging.getLogger("httpx").info("HTTP Request: POST http://127.0.0.1/jobs/job/fetch")
+    assert stream.getvalue() == ""
