@@ -33,7 +33,7 @@ from gcore.system.concurrency import cancel_all
 from gcore.system.files import replace_file
 from gcore.system.network import join_host_port, listen
 from gcore.worker.control import ChildProcess
-from gcore.worker.lifecycle import ChildFailed, WorkerEvent
+from gcore.worker.lifecycle import ChildFailed, ChildServes, WorkerEvent
 from gcore.worker.records import LaunchSpec
 
 if TYPE_CHECKING:
@@ -128,6 +128,8 @@ class NodeBlobs:
         self._secret: bytes | None = None
         self._known = asyncio.Event()
         """Whether the secret is known."""
+        self._serving = asyncio.Event()
+        """Whether the process of the store accepts requests."""
         self._http: BlobHttp | None = None
         self._child: ChildProcess | None = None
         self._told: dict[str, str] = {}
@@ -206,6 +208,7 @@ class NodeBlobs:
         )
         child = await ChildProcess.start(spec)
         self._child, self._told = child, dict(document["nodes"])
+        self._serving.clear()
         work = {"addresses of blob stores": self._tell(child), "counters of the blob store": self._read_counters()}
         tasks = [asyncio.create_task(one, name=name) for name, one in work.items()]
         try:
@@ -215,6 +218,8 @@ class NodeBlobs:
             await cancel_all(tasks)
 
     def _note(self, event: WorkerEvent) -> None:
+        if isinstance(event, ChildServes):
+            self._serving.set()
         if isinstance(event, ChildFailed):
             log.warning("the blob store failed: %s", event.reason)
 
@@ -234,6 +239,7 @@ class NodeBlobs:
         from gcore.media.client import read_counters
 
         before: Mapping[str, int] = {}
+        await self._serving.wait()
         while True:
             await self._clock.sleep(LOOK_S)
             began = self._clock.monotonic()
