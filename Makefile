@@ -229,7 +229,7 @@ fuzz: setup ## Every request of the job API, and specs, of any shape and as raw 
 	@$(TEST_ENV) $(BIN)/python tests/fuzz/spec_bytes.py $(FUZZ_LIMIT) -artifact_prefix=.cache/ -max_len=4096 -timeout=10
 	@$(TEST_ENV) $(BIN)/python tests/fuzz/request_bytes.py $(FUZZ_LIMIT) -artifact_prefix=.cache/ -max_len=1024 -timeout=10
 
-test-large: prepare prepare-judge ## What takes long: millions of prompts, wide models, every ZeRO stage, 500 examples of each property
+test-large: prepare prepare-judge prepare-counting ## What takes long: millions of prompts, wide models, every ZeRO stage, 500 examples of each property
 	@$(TEST_ENV) $(BIN)/python -m pytest -m "large" $(PYTEST_ARGS)
 	@GCORE_ALL_STAGES=1 $(TEST_ENV) $(BIN)/python -m pytest tests/integration/train/test_train_rank_gradients.py tests/integration/train/test_train_critic.py
 	@GCORE_EXAMPLES=500 GCORE_SIM_SEEDS=120 GCORE_SIM_CLUSTERS=16 $(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist loadfile tests/unit tests/sim -m "not serial and $(NOT_ELSEWHERE)" $(PYTEST_ARGS)

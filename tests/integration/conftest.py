@@ -9,6 +9,7 @@ from cluster_run import cluster_up, gcore, processes_of
 from gcore.config.local_cluster import LocalClusterState
 from gcore.quickstart import arithmetic as arithmetic_judge
 from gcore.quickstart.arithmetic import prepare_arithmetic
+from gcore.quickstart.counting import prepare_counting
 
 ROOT = Path(__file__).parents[2]
 
@@ -34,6 +35,14 @@ def judge_adapter() -> Path:
     """The folder of the example's base model with the judge as its adapter; cached likewise."""
     folder = ROOT / ".cache" / "examples" / "arithmetic-judge-adapter"
     arithmetic_judge.prepare_judge_adapter(folder, progress=False)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def counting() -> Path:
+    """The folder of the prepared counting example; cached likewise."""
+    folder = ROOT / ".cache" / "examples" / "counting"
+    prepare_counting(folder, progress=False)
     return folder
 
 

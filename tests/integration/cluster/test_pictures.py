@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import math
 import os
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from cluster_run import ClusterRun, Outcome, processes_of
+from cluster_run import ClusterRun, Outcome, gcore, processes_of, run_to_the_end
 
+from gcore.quickstart.counting import EVAL_ENTRIES, CountingManifest
 from gcore.testing.vision_models import make_picture, make_tiny_vision_model
 
-pytestmark = [pytest.mark.serial, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.serial, pytest.mark.timeout(600)]
 
+ROOT = Path(__file__).parents[3]
 STEPS = 6
 
 
@@ -80,6 +85,20 @@ def check(outcome: Outcome, home: Path) -> None:
     assert not left  # they are deleted at the end of the job
 
 
+def check_people_can_see_pictures(outcome: Outcome, home: Path) -> None:
+    """Pictures of samples stay after the job's end. Nothing but `gcore samples` needs them, so not the audit."""
+    command = ("samples", "seeing", "--home", str(home), "--limit", "1", "-o", "json")
+    pictures = json.loads(gcore(*command).stdout)["groups"][0]["pictures"]
+    assert [hashlib.sha256(Path(one["file"]).read_bytes()).hexdigest() for one in pictures] == [
+        one["sha256"] for one in pictures
+    ]
+    for file in Path(outcome.summary["run_dir"]).rglob("*.png"):
+        file.unlink()
+    assert [one["file"] for one in json.loads(gcore(*command).stdout)["groups"][0]["pictures"]] == [""] * len(pictures)
+    audit = json.loads(gcore("audit", "seeing", "--home", str(home), "-o", "json").stdout)
+    assert (audit["steps"], audit["violations"]) == (STEPS, [])
+
+
 def test_a_run_with_pictures_survives_kills_of_a_controller_a_rank_and_a_store(spec: Path, tmp_path: Path) -> None:
     home = tmp_path / "home"
     run = ClusterRun(spec, home)
@@ -91,6 +110,28 @@ def test_a_run_with_pictures_survives_kills_of_a_controller_a_rank_and_a_store(s
         run.kill_worker("train", child=True)
         run.until_step(3)
         run.kill_controller("node-1")
-        check(run.wait(), home)
+        outcome = run.wait()
+        check(outcome, home)
+        assert "the process of the blob store ended and is started again" in outcome.output
+        check_people_can_see_pictures(outcome, home)
     finally:
         run.close()
+
+
+@pytest.mark.large  # prepares the counting example, and runs 20 steps of it
+@pytest.mark.timeout(900)
+def test_with_noise_in_place_of_pictures_a_policy_stays_at_the_constant_answer(counting: Path, tmp_path: Path) -> None:
+    data, spec = tmp_path / "noise", tmp_path / "spec.yaml"
+    shutil.copytree(counting, data)
+    for seed, file in enumerate(sorted((data / "pictures").iterdir())):
+        file.unlink()
+        file.write_bytes(make_picture(48, 48, seed=seed))
+    text = (ROOT / "examples" / "counting" / "grpo.yaml").read_text()
+    spec.write_text(text.replace("../../.cache/examples/counting", str(data)))
+    ended = run_to_the_end(
+        spec, tmp_path / "home", ["--set", "flow.steps=20", "--set", "train.learning_rate=4e-4"], patience_s=800
+    )
+    assert (ended.code, ended.summary["audit"]) == (0, "clean"), ended.output
+    constant = CountingManifest.model_validate_json((counting / "manifest.json").read_bytes()).best_constant
+    deviation = math.sqrt(constant * (1 - constant) / EVAL_ENTRIES)
+    assert ended.summary["eval_accuracy_after"] <= constant + 3 * deviation  # with pictures: 1.0
