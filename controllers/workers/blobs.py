@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import importlib.util
 import logging
+import os
 import secrets
 import shutil
 import sys
@@ -295,11 +296,12 @@ class NodeBlobs:
         """Delete the folders of a job's train worlds that no rank needs. `needed`: returns the names of the other
         worlds. It is called after the folders were listed, so that the folder of a new world is not deleted.
         """
-        folders = await asyncio.to_thread(lambda: list((self._home / WORLDS / job).glob("*-*")))
+        folder = self._home / WORLDS / job
+        _, names, _ = await asyncio.to_thread(lambda: next(os.walk(folder), ("", [], [])))
         kept = needed()
-        for folder in folders:
-            if folder.name.rpartition("-")[0] not in kept:
-                await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+        for name in names:
+            if name.rpartition("-")[0] not in kept:
+                await asyncio.to_thread(shutil.rmtree, folder / name, ignore_errors=True)
 
     async def forget(self, job: str) -> None:
         """Delete the blobs of a job that has ended, here and in the folders of its train worlds."""
@@ -323,11 +325,12 @@ class NodeBlobs:
 
 
 def _bytes_below(folder: Path) -> int:
-    """Return the bytes of all files below a folder; files that are deleted meanwhile are left out."""
+    """Return the bytes of all files below a folder. Files and folders that are deleted meanwhile are left out."""
     total = 0
-    for file in folder.rglob("*"):
-        with contextlib.suppress(OSError):
-            total += file.stat().st_size if file.is_file() else 0
+    for path, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(OSError):
+                total += os.stat(os.path.join(path, name)).st_size
     return total
 
 
