@@ -43,7 +43,6 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from gcore.api.http_server import http_settings, listen_http, report_serving
 from gcore.api.tls import Connector, ReloadingFiles, ServingTls, serving_context
 from gcore.errors import GcoreError, NotAllowed, UsageError, explain_os_errors
 from gcore.media.blobs import GRACE_S, BlobStore
@@ -68,8 +67,9 @@ from gcore.media.protocol import (
 from gcore.media.transfers import BlobTransfers
 from gcore.system.clock import Clock, SystemClock
 from gcore.system.concurrency import cancel_all
-from gcore.system.control_line import ControlLine
+from gcore.system.control_line import ControlLine, report_serving
 from gcore.system.daemon import set_up_logging
+from gcore.system.network import http_settings, join_host_port, listen_http
 from gcore.types import Medium
 
 MAX_BODY_BYTES = 16 << 20
@@ -478,7 +478,7 @@ async def _run(
         app = BlobServer(store, transfers, secret, tuple(map(Path, launch.link_roots))).app()
         tls = None if launch.tls is None else serving_context(ReloadingFiles(launch.tls.material))
         server = uvicorn.Server(http_settings(app, backlog=BACKLOG, grace_s=GRACE_OF_STOP_S, tls=tls))
-        report_serving(control, launch.host, listener)
+        report_serving(control, join_host_port(launch.host, listener.getsockname()[1]))
         if control is not None:
             arguments = (control, server, transfers)
             threading.Thread(target=_obey, args=arguments, name="commands", daemon=True).start()

@@ -83,3 +83,12 @@ class ControlLine:
         except (OSError, ValueError):
             pass
         self._on_broken()
+
+
+def report_serving(control: ControlLine | None, address: str) -> None:
+    """Report the address (`host:port`) at which this process serves to the supervisor; without one, print it."""
+    if control is None:
+        print(f"serving on {address}", flush=True)  # noqa: T201
+        return
+    control.send("serving", address=address)
+    control.report_progress("waiting", 0)

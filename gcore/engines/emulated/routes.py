@@ -20,7 +20,6 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from gcore.api.http_server import http_settings, listen_http
 from gcore.engines.emulated.engine import EmulatedEngine
 from gcore.engines.serving.http import ApiKeyGuard, ApiKeys, error_event, read_body
 from gcore.engines.serving.io_struct import GenerateCall, generate_body
@@ -35,6 +34,7 @@ from gcore.engines.serving.routes import (
     run_unless_disconnected,
 )
 from gcore.errors import EngineError
+from gcore.system.network import http_settings, listen_http
 
 UNSERVED = (
     "/init_weights_update_group",

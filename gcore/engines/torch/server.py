@@ -23,7 +23,6 @@ import torch
 import uvicorn
 from starlette.types import ASGIApp
 
-from gcore.api.http_server import http_settings, listen_http, report_serving
 from gcore.api.tls import ReloadingFiles, serving_context
 from gcore.engines.detokenizer import Detokenizer
 from gcore.engines.launch import EngineLaunch, FrontEndLaunch
@@ -44,7 +43,8 @@ from gcore.engines.torch.model_runner import FastRunner
 from gcore.engines.torch.runner_selection import select_runner
 from gcore.errors import UsageError
 from gcore.system.clock import Clock, SystemClock
-from gcore.system.control_line import ControlLine
+from gcore.system.control_line import ControlLine, report_serving
+from gcore.system.network import http_settings, join_host_port, listen_http
 
 SHORTEST = 2
 """Number of tokens of the smallest request: one of the prompt, one of the response."""
@@ -180,7 +180,7 @@ async def _run(
     runner.start()
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     # The socket has been listening since before the model was loaded: connections from here on are answered.
-    report_serving(control, launch.host, listener)
+    report_serving(control, join_host_port(launch.host, listener.getsockname()[1]))
     if control is not None:
         threading.Thread(target=_obey, args=(control, server), name="stop", daemon=True).start()
     await serving
