@@ -3,12 +3,54 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from gcore.errors import DataError
+
+MEDIA_TOKENS = (
+    *("image_token_id", "image_token_index", "video_token_id", "video_token_index", "audio_token_id"),
+    *("vision_start_token_id", "boi_token_index"),
+)
+"""Names of token IDs in a model's configuration that stand for media, or begin them."""
+
+_QWEN = {
+    "image_token_id": 151_655,
+    "video_token_id": 151_656,
+    "vision_start_token_id": 151_652,
+    "vision_end_token_id": 151_653,
+}
+_QWEN_3_5 = {
+    "image_token_id": 248_056,
+    "video_token_id": 248_057,
+    "vision_start_token_id": 248_053,
+    "vision_end_token_id": 248_054,
+}
+_IDEFICS_3 = {"image_token_id": 128_257}
+_DEFAULT_IDS: Mapping[str, Mapping[str, int]] = {
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"), _QWEN),
+    **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), _QWEN_3_5),
+    "idefics3": _IDEFICS_3,
+    "smolvlm": _IDEFICS_3,
+    "gemma3": {"image_token_index": 262_144, "boi_token_index": 255_999, "eoi_token_index": 256_000},
+    "llava": {"image_token_index": 32_000},
+}
+"""By model type: default token IDs of its configuration in transformers, which may save only what differs from them."""
+
+
+def media_token_ids(config: Mapping[str, Any]) -> tuple[int, ...]:
+    """The token IDs that stand for media or begin them, ascending; empty for a text model. `config`: the content of a
+    `config.json`. No engine samples them, and no rank trains them (`gcore.models.vision.media_token_ids`).
+    """
+    if config.get("vision_config") is None:
+        return ()
+    ids = dict(_DEFAULT_IDS.get(str(config.get("model_type")), {}))
+    if isinstance(config.get("image_token_id"), int):
+        ids.pop("image_token_index", None)  # another name for the same
+    ids |= {name: config[name] for name in MEDIA_TOKENS if isinstance(config.get(name), int)}
+    return tuple(sorted({ids[name] for name in MEDIA_TOKENS if ids.get(name, -1) >= 0}))
 
 
 class ModelFiles:
@@ -49,13 +91,6 @@ class ModelFiles:
         """Return the characters of a token; not those by which the tokenizer names it."""
         return str(self.tokenizer.decode([token_id], skip_special_tokens=False))
 
-    def known(self, *token_ids: int | None) -> frozenset[int]:
-        """Return those of the tokens that are in the model's vocabulary."""
-        inner = self.config.get("text_config")
-        sizes = [part.get("vocab_size") for part in (self.config, inner) if isinstance(part, Mapping)]
-        size = next((size for size in sizes if isinstance(size, int)), None)
-        return frozenset(token for token in token_ids if token is not None and (size is None or token < size))
-
     def number(self, settings: Mapping[str, Any], name: str, default: int) -> int:
         """Return a positive whole number of `settings`. Raises DataError."""
         value = settings.get(name)
@@ -69,10 +104,13 @@ class ModelFiles:
         value = settings.get(name)
         return value if isinstance(value, Mapping) else {}
 
-    def token_id(self, names: Sequence[str], default: int) -> int:
-        """Return the first of these tokens that the configuration names."""
-        found = next((self.config[name] for name in names if isinstance(self.config.get(name), int)), default)
-        return int(found)
+    def token_id(self, *names: str) -> int:
+        """Return the first of these tokens that the configuration names, or has by default. Raises DataError."""
+        for ids in (self.config, _DEFAULT_IDS.get(self.family, {})):
+            for name in names:
+                if isinstance(found := ids.get(name), int):
+                    return found
+        raise self.error(f"the model's configuration has no {names[0]}")
 
     def error(self, what: str) -> DataError:
         """Return the error about a processor that cannot be used."""

@@ -20,7 +20,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from gcore.errors import DataError
 from gcore.media.model_files import ModelFiles
@@ -91,11 +91,6 @@ class PictureRule(ABC):
     def family(self) -> str:
         """The model type, such as qwen3_vl."""
         return self._folder.family
-
-    @property
-    @abstractmethod
-    def media_token_ids(self) -> frozenset[int]:
-        """Tokens that only pictures and videos of a prompt may have, and that must never be sampled."""
 
     @cached_property
     def picture_text(self) -> str:
@@ -234,12 +229,11 @@ class SmartResizeRule(PictureRule):
     `min_pixels` and `max_pixels`, if the picture's shape allows it."""
 
     def __init__(self, folder: ModelFiles, min_pixels: int | None, max_pixels: int | None) -> None:
-        ids = _QWEN_3_5_IDS if folder.family.startswith("qwen3_5") else _QWEN_IDS
-        image = folder.token_id(("image_token_id",), ids.image)
+        image = folder.token_id("image_token_id")
         super().__init__(folder, image, image)
-        self.vision_start_id = folder.token_id(("vision_start_token_id",), ids.start)
-        self.vision_end_id = folder.token_id(("vision_end_token_id",), ids.end)
-        self.video_token_id = folder.token_id(("video_token_id",), ids.video)
+        self.vision_start_id = folder.token_id("vision_start_token_id")
+        self.vision_end_id = folder.token_id("vision_end_token_id")
+        self.video_token_id = folder.token_id("video_token_id")
         self.patch_size = folder.number(folder.images, "patch_size", 14)
         self.merge_size = folder.number(folder.images, "merge_size", 2)
         for name, own in (("patch_size", self.patch_size), ("spatial_merge_size", self.merge_size)):
@@ -256,10 +250,6 @@ class SmartResizeRule(PictureRule):
                 where=str(folder.path),
                 fix="Correct data.min_pixels and data.max_pixels; unset ones come from the model's processor",
             )
-
-    @property
-    def media_token_ids(self) -> frozenset[int]:
-        return self._folder.known(self.image_token_id, self.video_token_id, self.vision_start_id, self.vision_end_id)
 
     @cached_property
     def picture_text(self) -> str:
@@ -313,7 +303,7 @@ class FixedRule(PictureRule):
     """Rule of LLaVA. The processor cuts every picture to one size, so each has the same number of tokens."""
 
     def __init__(self, folder: ModelFiles) -> None:
-        image = folder.token_id(("image_token_id", "image_token_index"), 32000)
+        image = folder.token_id("image_token_id", "image_token_index")
         super().__init__(folder, image, image)
         if folder.images.get("do_pad"):
             raise folder.error("do_pad is true")
@@ -335,10 +325,6 @@ class FixedRule(PictureRule):
         rows, columns = (folder.number(cut, side, 224) // int(patch) for side in ("height", "width"))
         dropped = folder.processor.get("vision_feature_select_strategy") == "default"
         return rows * columns + int(folder.processor.get("num_additional_image_tokens") or 0) - dropped
-
-    @property
-    def media_token_ids(self) -> frozenset[int]:
-        return self._folder.known(self.image_token_id)
 
     def _resize(self, height: int, width: int) -> Size:
         if "shortest_edge" not in self._size:
@@ -364,9 +350,9 @@ class WrappedRule(PictureRule):
     around them. The empty lines join with newlines of the text beside them."""
 
     def __init__(self, folder: ModelFiles) -> None:
-        begin = folder.token_id(("boi_token_id", "boi_token_index"), 255_999)
-        super().__init__(folder, begin, folder.token_id(("image_token_id", "image_token_index"), 262_144))
-        self._end = folder.token_id(("eoi_token_id", "eoi_token_index"), 256_000)
+        begin = folder.token_id("boi_token_id", "boi_token_index")
+        super().__init__(folder, begin, folder.token_id("image_token_id", "image_token_index"))
+        self._end = folder.token_id("eoi_token_id", "eoi_token_index")
         if folder.images.get("do_pan_and_scan"):
             raise folder.error("do_pan_and_scan is true")
         self._size = folder.mapping(folder.images, "size")
@@ -377,10 +363,6 @@ class WrappedRule(PictureRule):
                 f"{folder.config['mm_tokens_per_image']}"
             )
         self._inner = (begin, *(self.image_token_id,) * count, self._end)
-
-    @property
-    def media_token_ids(self) -> frozenset[int]:
-        return self._folder.known(self.placeholder_id, self.image_token_id, self._end)
 
     def _resize(self, height: int, width: int) -> Size:
         return self._folder.number(self._size, "height", 224), self._folder.number(self._size, "width", 224)
@@ -423,7 +405,7 @@ class TiledRule(PictureRule):
     of tokens."""
 
     def __init__(self, folder: ModelFiles) -> None:
-        image = folder.token_id(("image_token_id",), 128_257)
+        image = folder.token_id("image_token_id")
         super().__init__(folder, image, image)
         self._splits = folder.images.get("do_image_splitting") is not False
         self._longest = folder.number(folder.mapping(folder.images, "size"), "longest_edge", 4 * 364)
@@ -451,11 +433,6 @@ class TiledRule(PictureRule):
         if fake is None or whole is None:
             raise self._folder.error(f"the tokenizer has no token {self._fake if fake is None else self._whole}")
         return fake, whole
-
-    @cached_property
-    def media_token_ids(self) -> frozenset[int]:
-        tiles = (self._id(f"<row_{row}_col_{column}>") for row in range(1, 7) for column in range(1, 7))
-        return self._folder.known(self.image_token_id, *self._around, *tiles)
 
     def _resize(self, height: int, width: int) -> Size:
         if not self._splits:
@@ -511,18 +488,6 @@ class TiledRule(PictureRule):
             raise DataError("a picture's tokens are cut off", fix="Do not cut prompts with pictures")
         return tuple(ranges)
 
-
-class _QwenIds(NamedTuple):
-    """Default token IDs of a family's configuration in transformers, which saves only what differs from them."""
-
-    image: int
-    video: int
-    start: int
-    end: int
-
-
-_QWEN_IDS = _QwenIds(151_655, 151_656, 151_652, 151_653)
-_QWEN_3_5_IDS = _QwenIds(248_056, 248_057, 248_053, 248_054)
 
 _FAMILIES: Mapping[str, Any] = {
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), SmartResizeRule),

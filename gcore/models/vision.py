@@ -29,12 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from gcore.errors import DataError, one_line
-
-MEDIA_TOKENS = (
-    *("image_token_id", "image_token_index", "video_token_id", "video_token_index", "audio_token_id"),
-    *("vision_start_token_id", "boi_token_index"),
-)
-"""Names of token IDs in a model's configuration that stand for media, or begin them."""
+from gcore.media.model_files import MEDIA_TOKENS
 
 CACHE_BYTES = 512 << 20
 """Default size of a processor's cache, in bytes of tensors."""

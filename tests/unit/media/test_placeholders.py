@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from picture_files import decoded, encoded
 from picture_models import picture_tokenizer, processor_settings, token_ids, write_picture_model
 from PIL import Image
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoConfig, PreTrainedTokenizerFast
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
@@ -24,8 +24,10 @@ from transformers.models.llava.processing_llava import LlavaProcessor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil, smart_resize
 
 from gcore.errors import DataError
+from gcore.media.model_files import media_token_ids
 from gcore.media.pictures import normalize_picture
 from gcore.media.placeholders import PictureRule, SmartResizeRule
+from gcore.models.vision import media_token_ids as loaded_media_token_ids
 
 QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 IDS = token_ids()
@@ -140,17 +142,14 @@ def test_every_form_of_a_processors_bounds_is_read(tmp_path: Path, settings_: di
     assert (rule.target_size(1000, 1000), rule.target_size(2, 2)) == ((64, 64), (32, 32))
 
 
-def test_tokens_of_pictures_are_never_to_be_sampled_and_stay_within_the_vocabulary(tmp_path: Path) -> None:
-    names = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
+def test_a_token_that_the_configuration_leaves_out_is_that_of_its_family(tmp_path: Path) -> None:
     rule = PictureRule.load(write_picture_model(tmp_path / "a"))
-    assert rule.media_token_ids == {IDS[name] for name in names}
     assert rule.picture_text == "<|vision_start|><|image_pad|><|vision_end|>"
     config = json.loads((tmp_path / "a/config.json").read_text())
-    del config["image_token_id"]  # transformers saves only what differs from its defaults
+    del config["image_token_id"]  # transformers may save only what differs from its defaults
     (tmp_path / "a/config.json").write_text(json.dumps(config))
     rule = PictureRule.load(tmp_path / "a")
     assert rule.placeholder_id == 151_655
-    assert rule.media_token_ids == {IDS[name] for name in names[1:]}
     with pytest.raises(DataError, match="the tokenizer has no token 151655"):
         _ = rule.picture_text
 
@@ -158,6 +157,18 @@ def test_tokens_of_pictures_are_never_to_be_sampled_and_stay_within_the_vocabula
 # --- all families
 
 FAMILIES = (*QWEN, "llava", "gemma3", "idefics3", "smolvlm")
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"])
+def test_the_media_tokens_of_a_configuration_are_those_of_the_loaded_model(family: str) -> None:
+    defaults = AutoConfig.for_model(family)
+    assert media_token_ids({"model_type": family, "vision_config": {}}) == loaded_media_token_ids(defaults)
+    assert media_token_ids(defaults.to_dict()) == loaded_media_token_ids(defaults)
+    other = AutoConfig.for_model(family, image_token_id=9)
+    assert media_token_ids(json.loads(other.to_json_string())) == loaded_media_token_ids(other)
+    assert 9 in loaded_media_token_ids(other)
+
+
 PLACEHOLDERS = {"llava": "<image>", "idefics3": "<image>", "smolvlm": "<image>", "gemma3": "<start_of_image>"}
 
 
@@ -194,7 +205,6 @@ def test_runs_are_the_inverse_of_expand(
         for start, end in reversed(ranges):
             back[start:end] = [rule.placeholder_id]
         assert tuple(back) == short
-    assert rule.image_token_id in rule.media_token_ids
     assert not sizes or rule.image_token_id in ids
     assert all(rule.target_size(*rule.target_size(*size)) == rule.target_size(*size) for size in sizes)
 
