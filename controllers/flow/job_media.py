@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from controllers.changes import ChangeSignal
 from controllers.workers.blobs import NodeBlobs
 from gcore.errors import DataError, EngineError, EngineUnreachable, GcoreError
 from gcore.media.pictures import PictureError
-from gcore.media.protocol import StoreUnreachable
+from gcore.media.protocol import Blob, StoreUnreachable
 from gcore.rollout.api import RequestPictures
 from gcore.system.clock import Clock
 from gcore.system.concurrency import cancel_all, gather_or_cancel
@@ -30,6 +31,8 @@ RENEW_S = 30.0
 
 REPORT_S = 1.0
 """Seconds between two reports of what is wrong with the store."""
+
+AGAIN = "The prompt is sampled again"
 
 Pictures = tuple[PictureRef, ...]
 
@@ -84,7 +87,32 @@ class JobMedia:
         if trained:
             self._prompts[prompt.ref] = prompt.pictures
         media = await self.of(prompt)
-        return RequestPictures(tuple(one.sha256 for one in media), len(prompt.short_ids), prompt.token_ids)
+        provide = partial(self._provide, prompt.pictures, media)
+        return RequestPictures(media, len(prompt.short_ids), prompt.token_ids, provide)
+
+    async def _provide(self, pictures: Pictures, media: tuple[Medium, ...], node: str) -> str:
+        """Let the store of an engine's node fetch blobs from the store of this node, and return their folder there.
+
+        Raises EngineUnreachable if that store does not answer, and EngineError if it could not get a blob.
+        """
+        if node == self._blobs.node:
+            return str(self._blobs.job_folder(self._uid))
+        try:
+            client = await self._blobs.client_of(self._uid, node)
+            await client.pin(self._me, [one.sha256 for one in media], PIN_S)
+            found = await client.fetch([Blob(one.sha256, one.size) for one in media], [self._blobs.node])
+        except StoreUnreachable as error:
+            raise EngineUnreachable(
+                f"the blob store of the engine's node {node}: {error}", fix="The request goes to another engine"
+            ) from error
+        except GcoreError as error:
+            raise EngineError(f"the blob store of the engine's node {node}: {error}", fix=AGAIN) from error
+        if found.unavailable:
+            self._making.pop(pictures, None)  # so that this node's store makes them again
+        for blob in (*found.unavailable, *found.failed):
+            why = found.failed.get(blob) or f"{self._blobs.node} does not have it"
+            raise EngineError(f"{node} could not fetch picture {blob} ({why})", fix=AGAIN)
+        return found.folder
 
     async def _make(self, pictures: Pictures) -> tuple[Medium, ...]:
         client = await self._blobs.client(self._uid)
@@ -93,11 +121,9 @@ class JobMedia:
         except DataError as error:
             raise PictureError(error.what, where=error.where, fix=error.fix) from error
         except StoreUnreachable as error:
-            raise EngineUnreachable(
-                f"the blob store of this node: {error}", fix="The prompt is sampled again"
-            ) from error
+            raise EngineUnreachable(f"the blob store of this node: {error}", fix=AGAIN) from error
         except GcoreError as error:
-            raise EngineError(str(error), fix="The prompt is sampled again") from error
+            raise EngineError(str(error), fix=AGAIN) from error
         return tuple(made)
 
     @property

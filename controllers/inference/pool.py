@@ -120,7 +120,7 @@ class EnginePool(Requests):
                 client = self._connect(f"http://{worker.address}", timeout_s=self._timeout_s, instance=instance)
                 now = self._clock.monotonic()
                 view = EngineView(instance, worker.address, None)
-                self._connections[instance] = EngineConnection(client, view, health=EngineHealth(now))
+                self._connections[instance] = EngineConnection(client, view, worker.node, health=EngineHealth(now))
                 self._changes.notify()
         self.shut(self._shut)
 

@@ -100,6 +100,7 @@ class EngineConnection:
 
     client: Engine
     view: EngineView
+    node: str
     in_flight: int = 0
     """Number of responses or scores that were requested and not returned, including requests that wait until the engine
     has the right weights."""
@@ -291,7 +292,7 @@ class Requests:
             callback = ProgressCallback(
                 growing.every, self._note_tokens(connection, asked, owing, growing, version, newer=follow is not None)
             )
-        request = connection.client.generate_each(prompts, params, seeds=seeds, rid=rid, growing=callback)
+        request = _send(connection, prompts, params, seeds, rid, callback)
         samples = await self._finish_request(
             instance, connection, rid, len(seeds), owing, request, lambda samples: samples
         )
@@ -483,6 +484,23 @@ class Requests:
         if instance in self._connections:
             self._connections[instance].distrust()
             self._changes.notify()
+
+
+async def _send(
+    connection: EngineConnection,
+    prompts: Sequence[tuple[int, ...]],
+    params: SamplingParams | Sequence[SamplingParams],
+    seeds: Sequence[int],
+    rid: str,
+    growing: ProgressCallback | None,
+) -> tuple[Sample, ...]:
+    """Send a request to an engine, once the blob store of its node has the request's pictures. Raises EngineError."""
+    each = [params] * len(seeds) if isinstance(params, SamplingParams) else params
+    pictures = {id(one.pictures): one.pictures for one in each if one.pictures is not None}
+    if pictures:
+        there = {key: await one.at_node(connection.node) for key, one in pictures.items()}
+        params = [replace(one, pictures=there.get(id(one.pictures))) for one in each]
+    return await connection.client.generate_each(prompts, params, seeds=seeds, rid=rid, growing=growing)
 
 
 def _queue(instance: str, connection: EngineConnection) -> EngineQueue:

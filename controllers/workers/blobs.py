@@ -141,6 +141,11 @@ class NodeBlobs:
         """Base URL of the store, also before it runs; empty: packages are missing (gcore[vision])."""
 
     @property
+    def node(self) -> str:
+        """The name of this node."""
+        return self._config.node
+
+    @property
     def folder(self) -> Path:
         """The folder of the store."""
         return self._home / "blobs" / self._config.node
@@ -279,6 +284,13 @@ class NodeBlobs:
         await self.wait_for_secret()
         assert self._secret is not None
         return BlobClient(address or self.address, job, job_key(self._secret, job), self._connections(), self._clock)
+
+    async def client_of(self, job: str, node: str) -> BlobClient:
+        """The client of another node's store for one job. Raises StoreUnreachable if that node has none."""
+        record = self._nodes().get(node)
+        if record is None or not record.blobs:
+            raise StoreUnreachable(f"node {node} has no blob store")
+        return await self.client(job, record.blobs)
 
     def job_folder(self, job: str) -> Path:
         """The folder of a job's blobs on this node, for its engines."""

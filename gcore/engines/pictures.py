@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from gcore.errors import DataError, EngineError
+from gcore.media.protocol import blob_path
 from gcore.models.vision import (
     PictureProcessor,
     PictureTensors,
@@ -106,7 +107,7 @@ class PictureReader:
                 raise EngineError('a picture is an object, but not {"blob": "sha256:HEX"}')
             if self._blobs is None:
                 raise EngineError("this engine has no folder of blobs", fix="Send the picture itself, as base64")
-            return name, self._blobs / name[:2] / name
+            return name, self._blobs / blob_path(name)
         if not isinstance(given, str):
             raise EngineError(f"a picture is {type(given).__name__}, not a string or an object")
         if given.startswith(("/", "file://")):

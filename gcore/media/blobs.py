@@ -36,6 +36,7 @@ from gcore.media.protocol import (
     BlobMismatch,
     BlobMissing,
     StoreFailed,
+    blob_path,
     check_job,
     check_sha256,
     disk_error,
@@ -311,8 +312,12 @@ class BlobStore:
         with self._lock:
             self._accounts.cancel(admission)
 
+    def job_folder(self, job: str) -> Path:
+        """The folder of a job's blobs."""
+        return self.folder / job
+
     def _path(self, key: BlobKey) -> Path:
-        return self.folder / key.job / key.sha256[:2] / key.sha256
+        return self.job_folder(key.job) / blob_path(key.sha256)
 
     def _find(self, key: BlobKey) -> StoredBlob:
         blob = self._accounts.find(key)

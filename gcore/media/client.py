@@ -64,6 +64,8 @@ class BlobFetch:
     """SHA-256 of blobs that every named node answered not to have."""
     failed: dict[str, str]
     """Reason for each other blob, by SHA-256: a node that may have it did not answer. The fetch can be repeated."""
+    folder: str
+    """Folder of the job's blobs on the node of the store (`gcore.media.protocol.blob_path`)."""
 
 
 BlobHttp: TypeAlias = httpx.AsyncClient  # noqa: TID251 - a type; `open_blob_http` makes one
@@ -176,7 +178,10 @@ class BlobClient:
                     if "result" in message:
                         result = message["result"]
                         return BlobFetch(
-                            frozenset(result["present"]), frozenset(result["unavailable"]), dict(result["failed"])
+                            frozenset(result["present"]),
+                            frozenset(result["unavailable"]),
+                            dict(result["failed"]),
+                            str(result["folder"]),
                         )
                     if progress is not None:
                         progress(message["bytes"], message["of"])

@@ -134,6 +134,11 @@ def check_sha256(sha256: str) -> str:
     return sha256
 
 
+def blob_path(sha256: str) -> str:
+    """The path of a blob's file in the folder of its job."""
+    return f"{sha256[:2]}/{sha256}"
+
+
 def job_key(cluster_secret: bytes, job: str) -> str:
     """Derive the key that a blob store requires for the blobs of `job`: 64 hex digits of an HMAC-SHA256."""
     return hmac.new(cluster_secret, b"gcore blobs " + job.encode(), hashlib.sha256).hexdigest()

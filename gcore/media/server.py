@@ -570,6 +570,7 @@ def _result_fields(result: BlobFetch) -> dict[str, Any]:
         "present": sorted(result.present),
         "unavailable": sorted(result.unavailable),
         "failed": result.failed,
+        "folder": result.folder,
     }
 
 

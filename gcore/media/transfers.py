@@ -114,7 +114,8 @@ class BlobTransfers:
         finally:
             await cancel_all([reporting])
         unavailable = frozenset(sha256 for sha256, reason in reasons.items() if not reason)
-        return BlobFetch(frozenset(present), unavailable, {one: why for one, why in reasons.items() if why})
+        failed = {one: why for one, why in reasons.items() if why}
+        return BlobFetch(frozenset(present), unavailable, failed, str(self._store.job_folder(job)))
 
     async def drop_job(self, job: str) -> None:
         """End the transfers of a job."""

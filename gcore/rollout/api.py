@@ -9,11 +9,12 @@ its own message.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
-from gcore.types import Sample, Version
+from gcore.media.protocol import blob_path
+from gcore.types import Medium, Sample, Version
 
 PauseMode = Literal["abort", "retract", "in_place"]
 """Effect of a pause on running requests: abort them, put them back into the queue, or keep them in place."""
@@ -21,18 +22,31 @@ PauseMode = Literal["abort", "retract", "in_place"]
 
 @dataclass(frozen=True, slots=True)
 class RequestPictures:
-    """The pictures of a request, as blobs. `names`: SHA-256 of each, in order. `short`: number of tokens of the prompt
-    with one placeholder for each picture; `token_ids`: the same prompt with all placeholders, on which the engine must
-    run."""
+    """The pictures of a request, as blobs, in order. `short`: number of tokens of the prompt with one placeholder for
+    each picture; `token_ids`: the same prompt with all placeholders, on which the engine must run."""
 
-    names: tuple[str, ...]
+    media: tuple[Medium, ...]
     short: int
     token_ids: tuple[int, ...]
+    provide: Callable[[str], Awaitable[str]] = field(repr=False, compare=False)
+    """Called with the name of the engine's node: lets its blob store fetch the blobs, and returns their folder there.
+    Raises EngineError."""
+    folder: str = ""
+    """The folder of the blobs on the engine's node; empty before `at_node`."""
+
+    @property
+    def paths(self) -> list[str]:
+        """The files of the pictures on the engine's node."""
+        return [f"{self.folder}/{blob_path(one.sha256)}" for one in self.media]
 
     def expanded(self, ids: Sequence[int]) -> list[int]:
         """The tokens on which the engine must run for a request with the tokens `ids`: the short prompt, and tokens that
         were generated before."""
         return [*self.token_ids, *ids[self.short :]]
+
+    async def at_node(self, node: str) -> RequestPictures:
+        """These pictures with their folder on `node`, after its store has them. Raises EngineError."""
+        return replace(self, folder=await self.provide(node))
 
 
 @dataclass(frozen=True, slots=True)

@@ -239,8 +239,7 @@ class EngineClient:
             body["lora_path"] = [one.adapter for one in each]
         seeing = any(one.pictures is not None for one in each)
         if seeing:
-            blobs = [() if one.pictures is None else one.pictures.names for one in each]
-            body["image_data"] = [[{"blob": f"sha256:{name}"} for name in names] for names in blobs]
+            body["image_data"] = [[] if one.pictures is None else one.pictures.paths for one in each]
             body["return_prompt_token_ids"] = True
         async with self._turns:
             if growing is None:

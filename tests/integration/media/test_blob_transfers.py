@@ -4,12 +4,13 @@ import asyncio
 import hashlib
 import os
 import random
+from pathlib import Path
 
 import pytest
 from blob_stores import TIMEOUT_S, NarrowProxy, Start, StoreProcess, key_of, until
 
 from gcore.media.client import BlobHttp
-from gcore.media.protocol import Blob, StoreFull, StoreUnreachable
+from gcore.media.protocol import Blob, StoreFull, StoreUnreachable, blob_path
 
 MIB = 1 << 20
 DATA = random.Random(2).randbytes(6 * MIB + 5)
@@ -35,12 +36,13 @@ async def test_a_store_fetches_what_it_lacks_from_the_nodes_in_order(start: Star
     assert (result.present, result.unavailable) == ({BLOB.sha256, SMALL.sha256}, {ABSENT.sha256})
     assert result.failed == {}
     assert {total for _, total in reports} == {len(DATA) + 5 + 10}
+    assert third.path(BLOB.sha256) == Path(result.folder) / blob_path(BLOB.sha256)
     assert third.path(BLOB.sha256).read_bytes() == DATA
     assert await count(http, third, "bytes_fetched") == await count(http, second, "bytes_served") == len(DATA)
     body = {"blobs": [BLOB._asdict()], "nodes": ["n1", "n2"]}
     headers = {"Authorization": f"Bearer {key_of()}"}
     answer = await http.post(f"{third.address}/jobs/job/fetch", json=body, headers=headers)
-    assert answer.json() == {"present": [BLOB.sha256], "unavailable": [], "failed": {}}
+    assert answer.json() == {"present": [BLOB.sha256], "unavailable": [], "failed": {}, "folder": result.folder}
     assert await count(http, third, "bytes_fetched") == len(DATA)
 
 

@@ -6,6 +6,7 @@ import asyncio
 import json
 import math
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,9 +24,10 @@ from controllers.workers.blobs import SLOW_S, TROUBLE_S, NodeBlobs, StoreProblem
 from gcore.config.node import NodeConfig
 from gcore.config.train import TrainSpec
 from gcore.errors import DataError, EngineError, EngineUnreachable
+from gcore.media.client import BlobFetch
 from gcore.media.pictures import PictureError
 from gcore.media.placeholders import PictureRule
-from gcore.media.protocol import StoreFull, StoreUnreachable
+from gcore.media.protocol import Blob, StoreFull, StoreUnreachable
 from gcore.observability.metrics import Metrics
 from gcore.system.clock import Clock
 from gcore.system.concurrency import cancel_all
@@ -44,6 +46,14 @@ class StoreClient:
         self.pinned: list[Sequence[str]] = []
         self.unpinned: list[Sequence[str]] = []
         self.error: Exception | None = None
+        self.fetched = BlobFetch(frozenset({MEDIUM.sha256}), frozenset(), {}, "/away/job")
+        self.asked: list[tuple[Sequence[Blob], Sequence[str]]] = []
+
+    async def fetch(self, blobs: Sequence[Blob], nodes: Sequence[str]) -> BlobFetch:
+        if self.error is not None:
+            raise self.error
+        self.asked.append((blobs, nodes))
+        return self.fetched
 
     async def make_picture(self, picture: PictureRef, incarnation: str, ttl_s: float) -> Medium:
         if self.error is not None:
@@ -59,10 +69,15 @@ class StoreClient:
 
 
 class Blobs:
-    def __init__(self, client: StoreClient) -> None:
+    """Stands for the stores of two nodes, this one and "away"."""
+
+    node = "here"
+
+    def __init__(self, client: StoreClient, away: StoreClient | None = None) -> None:
         self._client = client
         self.swept: list[Collection[str]] = []
         self.trouble = ""
+        self._away = away
 
     async def client(self, job: str, address: str = "") -> Any:
         return self._client
@@ -70,14 +85,22 @@ class Blobs:
     async def sweep_worlds(self, job: str, needed: Callable[[], Collection[str]]) -> None:
         self.swept.append(needed())
 
+    async def client_of(self, job: str, node: str) -> Any:
+        if self._away is None:
+            raise StoreUnreachable(f"node {node} has no blob store")
+        return self._away
+
+    def job_folder(self, job: str) -> Path:
+        return Path("/here") / job
+
 
 def prompt(number: int = 0) -> Prompt:
     ids = (5, 7, 7, 7, 7, 6)
     return Prompt(PromptRef(0, 0, number), "?", ids, {}, "data", short_ids=(5, 7, 6), pictures=(PICTURE,))
 
 
-def media_of(client: StoreClient, held: set[PromptRef], clock: FakeClock) -> JobMedia:
-    blobs: Any = Blobs(client)
+def media_of(client: StoreClient, held: set[PromptRef], clock: FakeClock, away: StoreClient | None = None) -> JobMedia:
+    blobs: Any = Blobs(client, away)
     return JobMedia(blobs, "job", "node.1", lambda: held, frozenset, ChangeSignal(), str, clock)
 
 
@@ -87,7 +110,7 @@ async def test_prompts_with_equal_pictures_share_their_blobs() -> None:
     asked = await media.in_request(prompt(0), trained=True)
     assert asked == await media.in_request(prompt(1), trained=True)
     assert client.made == [PICTURE]
-    assert asked.names == (MEDIUM.sha256,)
+    assert asked.media == (MEDIUM,)
     assert asked.expanded((5, 7, 6, 9)) == [5, 7, 7, 7, 7, 6, 9]
     assert await media.of(prompt(0)) == (MEDIUM,)
 
@@ -288,3 +311,46 @@ def test_an_offer_names_the_patches_of_distinct_pictures_and_what_they_cost(
     buffer = GroupBuffer()
     buffer.add_group(group, *work)
     assert (buffer.offers[group.ref].patches, buffer.offers[group.ref].picture_tokens) == work
+
+
+async def test_an_engine_of_this_node_reads_the_blobs_of_this_nodes_store() -> None:
+    client = StoreClient()
+    asked = await media_of(client, set(), FakeClock()).in_request(prompt(), trained=True)
+    assert (await asked.at_node("here")).paths == [f"/here/job/cd/{MEDIUM.sha256}"]
+    assert not client.asked
+
+
+async def test_the_store_of_an_engines_node_pins_and_fetches_the_blobs_of_a_request() -> None:
+    client, away = StoreClient(), StoreClient()
+    asked = await media_of(client, set(), FakeClock(), away).in_request(prompt(), trained=True)
+    assert (await asked.at_node("away")).paths == [f"/away/job/cd/{MEDIUM.sha256}"]
+    assert away.pinned == [[MEDIUM.sha256]]
+    assert away.asked == [([Blob(MEDIUM.sha256, MEDIUM.size)], ["here"])]
+
+
+async def test_blobs_that_do_not_reach_the_engines_node_are_an_error_that_names_them() -> None:
+    client, away = StoreClient(), StoreClient()
+    media = media_of(client, set(), FakeClock(), away)
+    asked = await media.in_request(prompt(), trained=True)
+    away.fetched = replace(away.fetched, failed={MEDIUM.sha256: "no route"})
+    with pytest.raises(EngineError, match=rf"away could not fetch picture {MEDIUM.sha256} \(no route\)"):
+        await asked.at_node("away")
+    assert client.made == [PICTURE]
+    away.fetched = replace(away.fetched, failed={}, unavailable=frozenset({MEDIUM.sha256}))
+    with pytest.raises(EngineError, match="here does not have it"):
+        await asked.at_node("away")
+    assert await media.of(prompt()) == (MEDIUM,)
+    assert client.made == [PICTURE, PICTURE], "this node's store makes the lost blob again"
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"), [(StoreUnreachable("no answer"), EngineUnreachable), (StoreFull("no room"), EngineError)]
+)
+async def test_a_store_that_does_not_answer_sends_the_request_to_another_engine(
+    error: Exception, kind: type[Exception]
+) -> None:
+    away = StoreClient()
+    asked = await media_of(StoreClient(), set(), FakeClock(), away).in_request(prompt(), trained=True)
+    away.error = error
+    with pytest.raises(kind, match="the blob store of the engine's node away"):
+        await asked.at_node("away")

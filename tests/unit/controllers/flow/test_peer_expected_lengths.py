@@ -124,7 +124,7 @@ def test_where_nothing_is_expected_a_response_counts_as_one_of_the_last_request(
 
 @given(st.lists(st.tuples(st.integers(1, 8), st.floats(0, 1e6)), max_size=20))
 def test_an_engine_that_has_nothing_in_flight_owes_nothing(taken: list[tuple[int, float]]) -> None:
-    line = EngineConnection(None, None)  # type: ignore[arg-type]
+    line = EngineConnection(None, None, "")  # type: ignore[arg-type]
     for samples, owed in taken:
         line.take(samples, owed)
     for samples, owed in reversed(taken):

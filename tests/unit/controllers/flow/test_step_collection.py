@@ -60,7 +60,7 @@ class Peer:
 async def test_when_a_batch_is_sealed_whatever_is_in_flight_is_aborted_at_its_engine(tmp_path: Path) -> None:
     engine, peer = NeverDone(), Peer()
     engines = EnginePool(peer.changes, timeout_s=1.0, connect=lambda *_, **__: engine)  # type: ignore[arg-type, return-value]
-    await engines.aim({"e": SimpleNamespace(address="h:1")})  # type: ignore[dict-item]
+    await engines.aim({"e": SimpleNamespace(address="h:1", node="n")})  # type: ignore[dict-item]
     await engines.publish("e", HEAD, tmp_path)
     step = JobStep(peer, HEAD)  # type: ignore[arg-type]
 

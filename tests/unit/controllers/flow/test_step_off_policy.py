@@ -374,7 +374,7 @@ PARAMS = SamplingParams(temperature=1.0, max_new_tokens=4)
 
 async def book_of(engine: Engine, tmp_path: Any) -> EnginePool:
     book = EnginePool(ChangeSignal(), timeout_s=1.0, connect=lambda *_, **__: engine)  # type: ignore[arg-type, return-value]
-    await book.aim({"e": SimpleNamespace(address="h:1")})  # type: ignore[dict-item]
+    await book.aim({"e": SimpleNamespace(address="h:1", node="n")})  # type: ignore[dict-item]
     await book.publish("e", engine.version, tmp_path)
     return book
 
@@ -399,7 +399,7 @@ async def test_a_request_that_waits_for_a_seat_takes_what_is_served_when_there_i
     engine = Engine(NEW)
     changes = ChangeSignal()
     book = EnginePool(changes, timeout_s=1.0, connect=lambda *_, **__: engine)  # type: ignore[arg-type, return-value]
-    await book.aim({"e": SimpleNamespace(address="h:1")})  # type: ignore[dict-item]
+    await book.aim({"e": SimpleNamespace(address="h:1", node="n")})  # type: ignore[dict-item]
     asking = asyncio.create_task(
         book.generate(OLD, [(1,)], PARAMS, (0,), "r", VersionFollower(lambda: wanted[0], began.append))
     )

@@ -19,10 +19,11 @@ from controllers.inference.requests import MOST_FRUITLESS
 from controllers.inference.rules import HealthLimits
 from gcore.errors import EngineError, EngineUnreachable
 from gcore.observability.metrics import Metrics
+from gcore.rollout.api import RequestPictures
 from gcore.rollout.client import EngineClient, SamplingParams
 from gcore.system.clock import retry_delay
 from gcore.testing import FakeClock
-from gcore.types import Sample, Version, VersionSpan
+from gcore.types import Medium, Sample, Version, VersionSpan
 
 PARAMS = SamplingParams(temperature=1.0, max_new_tokens=4)
 
@@ -404,7 +405,7 @@ class Two:
         return self.made[address]
 
     async def begin(self) -> tuple[SlowEngine, SlowEngine]:
-        await self.book.aim({name: SimpleNamespace(address=name) for name in ("quick", "slow")})  # type: ignore[arg-type]
+        await self.book.aim({name: SimpleNamespace(address=name, node="n") for name in ("quick", "slow")})  # type: ignore[arg-type]
         quick, slow = self.made["http://quick"], self.made["http://slow"]
         quick.weights.set_result(None)
         self.publication = asyncio.create_task(self.book.publish("slow", Version(0, 2), self.folder))
@@ -518,3 +519,42 @@ async def test_finished_responses_are_reported_early_unless_all_are_short(tmp_pa
     engine.may_end.set()
     assert [sample.text for sample in await asked] == ["0", "1"]
     await book.close()
+
+
+class SeeingEngine(OldEngine):
+    """Keeps the parameters of its requests."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        super().__init__()
+        self.asked: list[Any] = []
+
+    async def generate_each(
+        self, prompts: Any, params: Any, *, seeds: Any, rid: str, growing: Any = None
+    ) -> tuple[Sample, ...]:
+        self.asked.append(params)
+        return tuple(Sample((1,), (0.0,), "a", "stop", (VersionSpan(Version(0, 2), 0, 1),)) for _ in seeds)
+
+
+async def test_a_request_names_its_pictures_where_the_store_of_the_engines_node_has_them(tmp_path: Path) -> None:
+    made: list[SeeingEngine] = []
+
+    def connect(*_: Any, **__: Any) -> Any:
+        made.append(SeeingEngine())
+        return made[-1]
+
+    asked: list[str] = []
+
+    async def provide(node: str) -> str:
+        asked.append(node)
+        return f"/blobs/{node}"
+
+    engines = EnginePool(ChangeSignal(), timeout_s=1.0, connect=connect)
+    workers = engines_at(e="h:1")
+    await engines.aim(workers)
+    await engines.publish("e", Version(0, 2), tmp_path)
+    medium = Medium("picture", "cd" * 32, 100, (32, 48, 3), "uint8")
+    params = replace(PARAMS, pictures=RequestPictures((medium,), 1, (1,), provide))
+    await engines.generate(Version(0, 2), [(1,), (1,)], params, (0, 1), "r")
+    node = workers["e"].node
+    assert asked == [node], "once for all samples of a prompt"
+    assert [one.pictures.paths for one in made[0].asked[0]] == [[f"/blobs/{node}/cd/{medium.sha256}"]] * 2
