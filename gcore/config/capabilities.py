@@ -32,7 +32,7 @@ class EngineCapabilities:
     classifiers: bool = _row("serves classifiers as judges")
     adapters: bool = _row("loads adapters alone (`train.lora.publish: adapter`)")
     judge_adapters: bool = _row("serves judges that are adapters of the policy's model (`judges[].adapter`)")
-    pictures: bool = _row("pictures in prompts")
+    pictures: str = _row("pictures in prompts")
     partial_updates: bool = _row("gets only what is trained (`train.freeze`)")
 
 
@@ -67,7 +67,7 @@ ENGINES: Mapping[str, EngineCapabilities] = {
         classifiers=True,
         adapters=True,
         judge_adapters=True,
-        pictures=True,
+        pictures="yes",
         partial_updates=True,
     ),
     "sglang": EngineCapabilities(
@@ -84,7 +84,7 @@ ENGINES: Mapping[str, EngineCapabilities] = {
         classifiers=True,
         adapters=False,
         judge_adapters=False,
-        pictures=False,
+        pictures="Qwen3-VL",
         partial_updates=False,
     ),
     "vllm": EngineCapabilities(
@@ -101,7 +101,7 @@ ENGINES: Mapping[str, EngineCapabilities] = {
         classifiers=False,
         adapters=True,
         judge_adapters=False,
-        pictures=False,
+        pictures="",
         partial_updates=False,
     ),
     "hf": EngineCapabilities(
@@ -118,10 +118,14 @@ ENGINES: Mapping[str, EngineCapabilities] = {
         classifiers=False,
         adapters=True,
         judge_adapters=False,
-        pictures=False,
+        pictures="",
         partial_updates=True,
     ),
 }
+
+PICTURE_MODELS: Mapping[str, tuple[str, ...]] = {"sglang": ("qwen3_vl",)}
+"""By engine: the model types of which it serves pictures. Other engines that serve pictures do so for all types that gcore
+supports (`gcore.media.placeholders`)."""
 
 BACKENDS: Mapping[str, BackendCapabilities] = {
     "deepspeed": BackendCapabilities(
@@ -172,4 +176,4 @@ def table(known: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
 def _cell(value: bool | str | tuple[str, ...]) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
-    return value if isinstance(value, str) else " and ".join(value)
+    return value or "no" if isinstance(value, str) else " and ".join(value)

@@ -20,7 +20,7 @@ from pathlib import Path
 from controllers.flow.curriculum_orders import check_curriculum
 from controllers.flow.job_data import rewards_of
 from controllers.inference.judges import blame_judge, judge_renderer
-from gcore.config.capabilities import ENGINES
+from gcore.config.capabilities import ENGINES, PICTURE_MODELS
 from gcore.config.load import find_flow
 from gcore.config.reward import Fallback, JudgeSpec
 from gcore.config.rollout import EnvironmentSpec
@@ -123,6 +123,19 @@ def check_blob_stores(spec: JobSpec, nodes: Sequence[NodeRecord]) -> None:
             "emulated slots do not support pictures",
             where="data.images",
             fix="Use slots of real devices, such as cpu:2",
+        )
+
+
+def check_picture_model(spec: JobSpec, folder: Path) -> None:
+    """Check that the engine serves pictures of a model of this type, for a job with pictures. `folder`: of the model.
+    Raises SpecError.
+    """
+    served, kind = PICTURE_MODELS.get(spec.rollout.engine), read_config(folder).get("model_type")
+    if uses_pictures(spec) and served is not None and kind not in served:
+        raise SpecError(
+            f"the engine {spec.rollout.engine} serves pictures only of models of the type {', '.join(served)}, not {kind}",
+            where="rollout.engine",
+            fix="Set it to torch, or use another model",
         )
 
 
@@ -495,6 +508,7 @@ def _check_source(
         if spec.train.lora is not None:
             named = ["" if target == ALL_LINEAR else target for target in spec.train.lora.targets]
             check_adapters(model.folder, named, spec.train.lora.rank)
+    check_picture_model(spec, model.folder)
     if spec.train.critic is not None and spec.train.critic.path is not None:
         check_critic(spec.train.critic.path, trust_remote_code=spec.model.trust_remote_code)
     reading: CheckProgress | None = None

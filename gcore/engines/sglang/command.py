@@ -14,6 +14,7 @@ from typing import Any
 
 from gcore.engines.launch import SglangLaunch
 from gcore.errors import UsageError
+from gcore.media.model_files import media_token_ids
 from gcore.models.checks import read_config
 from gcore.models.hubs import INDEX
 from gcore.system.network import bypass_proxies
@@ -38,7 +39,17 @@ CPU_ARGUMENTS = (
     "--disable-radix-cache",
 )
 
-OURS = ("--model-path", "--model", "--host", "--port", "--weight-version")
+NEVER = -1e9
+"""Bias of the logits of media tokens: they are never sampled at any temperature, and no log-probability includes them.
+JSON has no infinity."""
+
+NO_URLS = ("--allowed-media-domains", "none.invalid")
+"""The only domain from which the server would download pictures. The name can never exist."""
+
+OURS = (
+    *("--model-path", "--model", "--host", "--port", "--weight-version"),
+    *("--preferred-sampling-params", "--allowed-media-domains"),
+)
 
 GUARDS = (
     "--api-key",
@@ -57,6 +68,14 @@ DROPPED = ("SGLANG_USE_CPU_ENGINE", "SGLANG_RETURN_ORIGINAL_LOGPROB", "GCORE_CON
 """Environment variables that are not passed to the server. The first two would change the meaning of log-probabilities;
 the others are meant for gcore's own processes.
 """
+
+NO_COMPILER = {"TORCH_COMPILE_DISABLE": "1"}
+"""On a CPU the first request with a picture would otherwise wait for a C++ compiler, at each start of a server. Variables
+of the worker have priority."""
+
+NO_FEATURE_CACHE = {"SGLANG_VLM_CACHE_SIZE_MB": "0"}
+"""SGLang keeps the features of pictures after a weight update, even if it flushes its caches. Without the cache, each
+batch computes the features of each picture once."""
 
 
 def server_command(launch: SglangLaunch, port: int) -> tuple[str, ...]:
@@ -82,6 +101,9 @@ def server_command(launch: SglangLaunch, port: int) -> tuple[str, ...]:
         words += ["--api-key", launch.api_key]
     if launch.tls is not None:
         words += ["--ssl-certfile", launch.tls.cert, "--ssl-keyfile", launch.tls.key, "--enable-ssl-refresh"]
+    if media := media_token_ids(read_config(Path(launch.model))):
+        words += ["--preferred-sampling-params", json.dumps({"logit_bias": dict.fromkeys(map(str, media), NEVER)})]
+        words += NO_URLS
     words += _on_cpu(launch) if launch.device == "cpu" else _on_cuda(launch)
     return (*words, *launch.engine_args)
 
@@ -118,15 +140,20 @@ def server_environment(launch: SglangLaunch, base: Mapping[str, str], scratch: P
     `scratch`: folder for temporary files, which include sockets, so its path must be short.
     """
     kept = {name: value for name, value in base.items() if name not in DROPPED}
-    return kept | {
-        **thread_environment(launch.threads),
-        **bypass_proxies(base, launch.host, "127.0.0.1", "localhost"),
-        "HF_HUB_OFFLINE": "1",
-        "PYTHONUNBUFFERED": "1",
-        # Longer than the client keeps idle connections, so that the server never closes one that is about to be reused.
-        "SGLANG_TIMEOUT_KEEP_ALIVE": "60",
-        "TMPDIR": str(scratch),
-    }
+    return (
+        (NO_COMPILER if launch.device == "cpu" else {})
+        | kept
+        | {
+            **thread_environment(launch.threads),
+            **bypass_proxies(base, launch.host, "127.0.0.1", "localhost"),
+            "HF_HUB_OFFLINE": "1",
+            "PYTHONUNBUFFERED": "1",
+            # Longer than the client keeps idle connections, so that the server never closes one that is about to be reused.
+            "SGLANG_TIMEOUT_KEEP_ALIVE": "60",
+            **NO_FEATURE_CACHE,
+            "TMPDIR": str(scratch),
+        }
+    )
 
 
 BIASED = ("Qwen2ForSequenceClassification", "Qwen3ForSequenceClassification")

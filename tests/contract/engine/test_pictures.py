@@ -6,7 +6,7 @@ import base64
 import hashlib
 import io
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,12 +14,17 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from engine_contract import TOLERANCE, generate
+from engine_contract import FIRST, OF_SGLANG, TOLERANCE, generate, post, spans
 from engine_processes import TORCH, SglangProcess, engine_process
 from PIL import Image
+from trainer_process import Trainer, free_port, joined, updated
 from transformers import AutoModelForImageTextToText
 
+from gcore.errors import EngineError
+from gcore.media.protocol import blob_path
 from gcore.models.vision import PictureProcessor, PositionCounter, media_token_ids, picture_arguments
+from gcore.rollout.api import ProgressCallback, RequestPictures, SamplingParams
+from gcore.rollout.client import EngineClient
 from gcore.testing.vision_models import (
     IMAGE,
     VISION_END,
@@ -27,20 +32,21 @@ from gcore.testing.vision_models import (
     make_picture,
     make_tiny_vision_model,
 )
+from gcore.types import Medium, Sample
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(900)  # SGLang imports all of its models when it starts
 
 LONG = {"max_new_tokens": 12, "temperature": 1.0, "sampling_seed": 5}
 
 
 @dataclass(frozen=True)
 class Seeing:
-    """An engine that serves a vision-language model. `blobs`: its folder of pictures; None: it has none."""
+    """An engine that serves a vision-language model. `blobs`: the folder of a job's pictures on its node."""
 
     kind: str
     url: str
     model: Path
-    blobs: Path | None
+    blobs: Path
 
 
 @pytest.fixture(scope="module")
@@ -48,17 +54,17 @@ def vision_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_vision_model(tmp_path_factory.mktemp("vision"), seed=3)
 
 
-@pytest.fixture(scope="module", params=["torch"])
+@pytest.fixture(scope="module", params=["torch", OF_SGLANG])
 def seeing(
     request: pytest.FixtureRequest, vision_model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Seeing]:
+    blobs = tmp_path_factory.mktemp("blobs")
     if request.param == "torch":
-        blobs = tmp_path_factory.mktemp("blobs")
         with engine_process(vision_model, TORCH, batch_slots=8, blobs=str(blobs)) as url:
             yield Seeing("torch", url, vision_model, blobs)
     else:
         with SglangProcess(vision_model, batch_slots=8) as process:
-            yield Seeing("sglang", process.base_url, vision_model, None)
+            yield Seeing("sglang", process.base_url, vision_model, blobs)
 
 
 @pytest.fixture
@@ -116,20 +122,12 @@ def check(seeing: Seeing, answer: dict[str, Any], prompt: list[int], pictures: l
         assert abs(float(table[index, token]) - logprob) <= TOLERANCE[seeing.kind]
 
 
-def bias(seeing: Seeing) -> dict[str, Any]:
-    """What a client adds so that media tokens are never sampled. The torch engine does it by itself."""
-    if seeing.kind == "torch":
-        return {}
-    return {"logit_bias": {str(token): -100 for token in media_token_ids(loaded(seeing.model)[0].config)}}
-
-
 async def answered(seeing: Seeing, http: httpx.AsyncClient, ids: Any, pictures: Any, **params: Any) -> Any:
-    sampling = LONG | bias(seeing) | params
     return await generate(
         http,
         input_ids=ids,
         image_data=pictures,
-        sampling_params=sampling,
+        sampling_params=LONG | params,
         return_logprob=True,
         return_prompt_token_ids=True,
     )
@@ -180,15 +178,17 @@ async def test_several_samples_of_one_prompt(seeing: Seeing, http: httpx.AsyncCl
 
 
 @pytest.mark.parametrize("pictures", [0, 2])
-async def test_another_number_of_pictures_than_placeholders_is_refused(
+async def test_another_number_of_pictures_than_placeholders_is_refused_or_seen_in_the_prompt_tokens(
     seeing: Seeing, http: httpx.AsyncClient, pictures: int
 ) -> None:
-    if seeing.kind == "sglang" and not pictures:
-        pytest.skip("SGLang takes a placeholder without a picture for text")
-    body = {"input_ids": short([4, 9], [7]), "sampling_params": {"max_new_tokens": 2}}
-    response = await http.post("/generate", json=body | {"image_data": [text_of(make_picture(32, 32))] * pictures})
-    assert response.status_code in (400, 500)
-    answer = await answered(seeing, http, short([4, 9], [7]), [text_of(make_picture(32, 32))])
+    ids, picture = short([4, 9], [7]), text_of(make_picture(32, 32))
+    body = {"input_ids": ids, "sampling_params": {"max_new_tokens": 2}, "return_prompt_token_ids": True}
+    response = await http.post("/generate", json=body | {"image_data": [picture] * pictures})
+    if seeing.kind == "torch":
+        assert response.status_code == 400
+    else:  # SGLang ignores surplus pictures, and takes a placeholder without a picture for text
+        assert response.json()["prompt_token_ids"].count(IMAGE) != 4 * pictures
+    answer = await answered(seeing, http, ids, [picture])
     assert answer["output_ids"]
 
 
@@ -199,17 +199,65 @@ async def test_media_tokens_are_never_sampled(seeing: Seeing, http: httpx.AsyncC
     assert not {VISION_START, IMAGE} & set(answer["output_ids"])
 
 
-@OF_TORCH
-async def test_a_picture_may_be_a_blob_or_its_path(seeing: Seeing, http: httpx.AsyncClient) -> None:
-    picture, ids = make_picture(32, 32, seed=6), short([4, 9], [7])
-    name = hashlib.sha256(picture).hexdigest()
-    assert seeing.blobs is not None
-    path = seeing.blobs / name[:2] / name
+def stored(seeing: Seeing, picture: bytes) -> Medium:
+    """Put a picture into the engine's folder of blobs."""
+    medium = Medium("picture", hashlib.sha256(picture).hexdigest(), len(picture), (32, 32, 3), "uint8")
+    path = seeing.blobs / blob_path(medium.sha256)
     path.parent.mkdir(exist_ok=True)
     path.write_bytes(picture)
-    whole = await answered(seeing, http, ids, [text_of(picture)])
-    for given in ({"blob": f"sha256:{name}"}, str(path), f"data:image/png;base64,{text_of(picture)}"):
-        assert (await answered(seeing, http, ids, [given]))["output_ids"] == whole["output_ids"]
+    return medium
+
+
+async def test_a_picture_may_be_a_path_or_a_data_url(seeing: Seeing, http: httpx.AsyncClient) -> None:
+    picture, ids = make_picture(32, 32, seed=6), short([4, 9], [7])
+    path = seeing.blobs / blob_path(stored(seeing, picture).sha256)
+    for given in (str(path), f"file://{path}", f"data:image/png;base64,{text_of(picture)}"):
+        check(seeing, await answered(seeing, http, ids, [given]), expanded(ids, [4]), [picture])
+
+
+@OF_TORCH
+async def test_a_picture_may_be_a_blob(seeing: Seeing, http: httpx.AsyncClient) -> None:
+    picture, ids = make_picture(32, 32, seed=7), short([4, 9], [7])
+    answer = await answered(seeing, http, ids, [{"blob": f"sha256:{stored(seeing, picture).sha256}"}])
+    check(seeing, answer, expanded(ids, [4]), [picture])
+
+
+@pytest.fixture
+async def client(seeing: Seeing) -> AsyncIterator[EngineClient]:
+    client = EngineClient(seeing.url, timeout_s=120)
+    yield client
+    await client.close()
+
+
+async def test_the_client_sends_paths_and_checks_the_prompt_that_the_engine_reports(
+    seeing: Seeing, client: EngineClient
+) -> None:
+    pictures = [make_picture(32, 32, seed=8), make_picture(64, 32, seed=9)]
+    ids = short([4, 9], [7], [8])
+
+    async def provide(node: str) -> str:
+        assert node == "n"
+        return str(seeing.blobs)
+
+    given = RequestPictures(
+        tuple(stored(seeing, one) for one in pictures), len(ids), tuple(expanded(ids, [4, 8])), provide
+    )
+    made: list[tuple[int, Sample]] = []
+    growing = ProgressCallback(4, lambda place, sample: made.append((place, sample)))
+    params = SamplingParams(1.0, 12, stop_token_ids=(), pictures=await given.at_node("n"))
+    prompts = [ids, [*ids, 5, 6]]  # the second goes on after tokens of another engine
+    samples = await client.generate_each(prompts, params, seeds=[1, 2], rid="a", growing=growing)
+    assert {place for place, _ in made} == {0, 1}
+    for prompt, sample in zip(prompts, samples, strict=True):
+        whole = expanded(prompt, [4, 8])
+        table = plain_logprobs(seeing.model, [*whole, *sample.token_ids], pictures)
+        told = torch.tensor(sample.logprobs)
+        rows = torch.arange(len(whole) - 1, len(whole) - 1 + len(sample.token_ids))
+        assert float((table[rows, list(sample.token_ids)] - told).abs().max()) < TOLERANCE[seeing.kind]
+    wrong = replace(given, token_ids=(*given.token_ids[:-1], 9))
+    params = replace(params, pictures=await wrong.at_node("n"))
+    with pytest.raises(EngineError, match="is 8 instead of 9: it expands pictures differently"):
+        await client.generate_each([ids], params, seeds=[1], rid="b")
 
 
 def _gif() -> str:
@@ -218,8 +266,7 @@ def _gif() -> str:
     return text_of(file.getvalue())
 
 
-@OF_TORCH
-@pytest.mark.parametrize(
+INVALID = pytest.mark.parametrize(
     ("given", "why"),
     [
         ("https://example.org/a.png", "opens no URLs"),
@@ -232,11 +279,18 @@ def _gif() -> str:
         (text_of(make_picture(32, 32)[:60]), "cannot be read"),
     ],
 )
+
+
+@INVALID
 async def test_an_invalid_picture_is_refused(seeing: Seeing, http: httpx.AsyncClient, given: Any, why: str) -> None:
     body = {"input_ids": short([4, 9], [7]), "image_data": [given], "sampling_params": {"max_new_tokens": 2}}
-    response = await http.post("/generate", json=body)
-    assert response.status_code == 400
-    assert why in response.text
+    response = await http.post("/generate", json=body, headers={"Connection": "close"})
+    if seeing.kind == "torch":
+        assert response.status_code == 400
+        assert why in response.text
+    else:
+        assert response.status_code in (400, 500)
+        assert (await answered(seeing, http, short([4, 9], [7]), [text_of(make_picture(32, 32))]))["output_ids"]
 
 
 def test_positions_continue_after_the_largest_of_a_picture(vision_model: Path) -> None:
@@ -246,3 +300,38 @@ def test_positions_continue_after_the_largest_of_a_picture(vision_model: Path) -
     positions, shift = PositionCounter(model).count(expanded(short([4, 9], [7]), [12]), [picture.grid])
     assert positions[:, -1].tolist() == [2 + 1 + 4 + 1] * 3  # text, start, the larger side, end
     assert shift == 4 - 12
+
+
+@pytest.fixture
+async def changing(seeing: Seeing, http: httpx.AsyncClient) -> AsyncIterator[httpx.AsyncClient]:
+    """Afterwards the first weights are served again."""
+    yield http
+    await http.post("/continue_generation", json={})
+    for name in ("put back", FIRST):  # versions only rise; a name that is no version comes between
+        await post(http, "/update_weights_from_disk", model_path=str(seeing.model), weight_version=name)
+
+
+@pytest.mark.parametrize("way", ["folder", "broadcast"])
+async def test_new_weights_reach_the_tower_and_the_language_model(
+    seeing: Seeing, changing: httpx.AsyncClient, tmp_path: Path, way: str
+) -> None:
+    second = make_tiny_vision_model(tmp_path, seed=4)
+    picture, ids = make_picture(32, 32, seed=1), short([4, 9], [7])
+    given = [text_of(picture)]
+    before = await answered(seeing, changing, ids, given)
+    check(seeing, before, expanded(ids, [4]), [picture])
+    if way == "folder":
+        await post(changing, "/update_weights_from_disk", model_path=str(second), weight_version="0.1")
+    else:
+        trainer = Trainer(second, free_port(), "weights")
+        try:
+            async with joined(changing, trainer):
+                await post(changing, "/begin_weight_update")
+                assert (await updated(changing, trainer, weight_version="0.1")).status_code == 200
+                await post(changing, "/end_weight_update")
+        finally:
+            trainer.process.kill()
+            trainer.process.communicate()
+    answer = await answered(seeing, changing, ids, given)  # the same picture: its old features are of no use
+    assert [version for version, _, _ in spans(answer)] == ["0.1"]
+    check(replace(seeing, model=second), answer, expanded(ids, [4]), [picture])

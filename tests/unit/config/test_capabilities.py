@@ -51,11 +51,18 @@ def test_each_engine_and_backend_of_the_spec_is_described() -> None:
             {"engine": "sglang"},
             "train.lora.publish: adapter needs rollout.engine: torch or vllm or hf, not sglang",
         ),
+        (
+            "data",
+            {"images": "images"},
+            "data.images needs rollout.engine: torch or sglang, not vllm",
+        ),
         ("train", {"offload_state": True}, "offload_state needs backend: fsdp2, not deepspeed"),
     ],
 )
 def test_a_setting_beyond_a_capability_names_what_has_it(section: str, fields: dict[str, Any], said: str) -> None:
     tree = BASIC | {"rollout": {"max_new_tokens": 4}}
+    if "images" in said:
+        tree |= {"rollout": {"engine": "vllm", "max_new_tokens": 4}}
     if "lora" in said:
         tree |= {"train": {"lora": {"publish": "adapter"}}}
     with pytest.raises(SpecError, match=said):

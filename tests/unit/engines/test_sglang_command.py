@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +120,19 @@ def test_the_servers_environment_keeps_all_but_what_would_mislead_it(base: dict[
     assert env["OMP_NUM_THREADS"] == "3"
     assert env["OMP_WAIT_POLICY"] == "PASSIVE"
     assert env["TMPDIR"] == "/s"
+
+
+def test_a_vision_language_model_never_samples_media_tokens_and_the_server_opens_no_urls(tmp_path: Path) -> None:
+    config = {"model_type": "qwen3_vl", "vision_config": {}, "image_token_id": 7, "vision_start_token_id": 5}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    said = options(server_command(launch(model=str(tmp_path)), 1))
+    assert json.loads(said["--preferred-sampling-params"]) == {"logit_bias": dict.fromkeys(("5", "7", "151656"), -1e9)}
+    assert said["--allowed-media-domains"].endswith(".invalid")
+    assert (
+        server_environment(launch(), {"SGLANG_VLM_CACHE_SIZE_MB": "100"}, Path("/s"))["SGLANG_VLM_CACHE_SIZE_MB"] == "0"
+    )
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
+    assert "--preferred-sampling-params" not in options(server_command(launch(model=str(tmp_path)), 1))
 
 
 def test_a_document_that_does_not_fit_names_the_field() -> None:

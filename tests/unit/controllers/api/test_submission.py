@@ -14,6 +14,7 @@ from controllers.api.submission.checks import (
     MIN_FREE_BYTES,
     MOST_FOR_EVER,
     check_kept_checkpoints,
+    check_picture_model,
     check_ranks,
     check_submission,
 )
@@ -134,6 +135,17 @@ def test_ranks_that_fit_or_may_fit_once_more_nodes_are_there_are_let_in(ranks: i
 def test_ranks_that_will_never_fit_are_refused() -> None:
     with pytest.raises(SpecError, match=r"train\.ranks: 3 train ranks do not fit on 2 slots"):
         check_ranks(spec_of_ranks(3), 2)
+
+
+def test_an_engine_that_serves_no_pictures_of_a_model_is_refused_by_the_models_type(tmp_path: Path) -> None:
+    tree = {"name": "j", "model": {"path": "m"}, "data": {"path": "d", "images": "images"}, "flow": {"steps": 1}}
+    spec = parse_spec(tree | {"rollout": {"max_new_tokens": 4, "engine": "sglang"}})
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3_vl"}')
+    check_picture_model(spec, tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "smolvlm"}')
+    with pytest.raises(SpecError, match=r"rollout\.engine: the engine sglang serves pictures only .* not smolvlm"):
+        check_picture_model(spec, tmp_path)
+    check_picture_model(parse_spec(tree | {"rollout": {"max_new_tokens": 4}}), tmp_path)
 
 
 def spec_of_ranks(ranks: int | None) -> JobSpec:
