@@ -118,7 +118,7 @@ ENGINES: Mapping[str, EngineCapabilities] = {
         classifiers=False,
         adapters=True,
         judge_adapters=False,
-        pictures="",
+        pictures="yes",
         partial_updates=True,
     ),
 }

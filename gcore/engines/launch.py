@@ -87,7 +87,7 @@ class EngineLaunch(FrontEndLaunch):
     adapter_digests: Annotated[dict[str, str], BeforeValidator(_named_folders)] = Field(
         {}, description="NAME=SHA256,...: digests that the adapters must have; default: not checked"
     )
-    blobs: str = Field("", description="folder of pictures that requests may name (torch engine); default: none")
+    blobs: str = Field("", description="folder of pictures that requests may name; default: none")
 
 
 class SglangLaunch(ServerLaunch):

@@ -9,7 +9,7 @@ with all prompts and the tokens so far. The new call computes the keys and value
 slow. It has no other batching.
 
 Tokens are sampled like in the torch engine (`torch.sampler`): the same seed gives the same tokens, up to rounding.
-Log-probabilities are those of the logits that `generate` hands out, before any truncation.
+Log-probabilities are those of the logits that `generate` hands out, without media tokens, before any truncation.
 """
 
 from __future__ import annotations
@@ -26,17 +26,19 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
 from gcore.data.tokenizer import end_tokens
 from gcore.engines.detokenizer import Detokenizer, tail_length
 from gcore.engines.launch import EngineLaunch
+from gcore.engines.pictures import PictureReader
 from gcore.engines.request import ABORTED, Finish, GenerationRequest, PromptLogprobs, SequenceState
 from gcore.engines.torch import server
 from gcore.engines.torch.engine import GeneratorBase
 from gcore.engines.torch.kv_cache import CacheShape
 from gcore.engines.torch.model import (
     DTYPES,
+    FORBIDDEN,
     TOLERANCES,
     TOO_BIG,
     check_vocabulary,
@@ -51,6 +53,14 @@ from gcore.engines.torch.scheduler import BELOW_ONE
 from gcore.errors import DataError, EngineError, UsageError, one_line
 from gcore.models.adapter_checks import BaseFiles
 from gcore.models.checks import check_code, require_config
+from gcore.models.vision import (
+    PictureTensors,
+    auto_class,
+    has_processor,
+    has_vision,
+    media_token_ids,
+    picture_arguments,
+)
 from gcore.system.control_line import ControlLine
 from gcore.system.memory import is_out_of_memory
 
@@ -74,6 +84,10 @@ class HfModel:
     end_tokens: tuple[int, ...]
     base: BaseFiles | None = None
     """The folder's weight files when the model was loaded; None: updates add no adapter to them."""
+    reader: PictureReader | None = None
+    """Reads pictures for a vision-language model; None: the model takes none."""
+    forbidden: tuple[int, ...] = ()
+    """Token IDs of media, which are never sampled."""
     pads: bool = True
     """Whether rows of different lengths can share a call."""
     asleep: bool = False
@@ -84,12 +98,15 @@ class TransformersCall:
 
     `step` returns the logits [row, vocabulary] of the next token, and `choose` sets the tokens with which the call
     continues. Between two steps nothing of the model runs, so its weights may change. `rows`: tokens of each row.
-    `most`: maximum number of tokens.
+    `pictures`: of each row, in order. `most`: maximum number of tokens.
     """
 
-    def __init__(self, model: HfModel, rows: Sequence[Sequence[int]], most: int) -> None:
+    def __init__(
+        self, model: HfModel, rows: Sequence[Sequence[int]], pictures: Sequence[Sequence[PictureTensors]], most: int
+    ) -> None:
         self._model = model
         self._rows = rows
+        self._pictures = [one for row in pictures for one in row]
         self._most = most
         self._logits: queue.SimpleQueue[torch.Tensor | Exception] = queue.SimpleQueue()
         self._tokens: queue.SimpleQueue[torch.Tensor | None] = queue.SimpleQueue()
@@ -132,6 +149,7 @@ class TransformersCall:
             self._model.module.generate(
                 ids.to(device),
                 attention_mask=mask.to(device),
+                **seeing_arguments(self._model, ids, self._pictures),
                 generation_config=config,
                 logits_processor=LogitsProcessorList([self._exchange]),
                 stopping_criteria=StoppingCriteriaList([self._ends]),
@@ -154,6 +172,17 @@ class TransformersCall:
         return torch.full((len(ids),), self._stopped, device=ids.device)
 
 
+def seeing_arguments(model: HfModel, ids: torch.Tensor, pictures: Sequence[PictureTensors]) -> dict[str, torch.Tensor]:
+    """Return the arguments of a forward pass over the tokens `ids` [row, token] with these pictures, in the order of
+    their placeholders; none without pictures.
+    """
+    if not pictures or model.reader is None:
+        return {}
+    device, types = model.shape.device, (ids == model.reader.token).long()
+    name = model.reader.type_argument or ("mm_token_type_ids" if model.reader.three else "")
+    return picture_arguments(pictures, device) | ({name: types.to(device)} if name else {})
+
+
 @dataclass(slots=True, eq=False)
 class Row:
     """A request and its random numbers, one for each token, whatever calls produce the tokens."""
@@ -170,6 +199,12 @@ class Row:
     def ids(self) -> tuple[int, ...]:
         """Prompt and tokens so far."""
         return (*self.work.task.prompt, *self.work.tokens)
+
+    @property
+    def pictures(self) -> Sequence[PictureTensors]:
+        """Pictures of the prompt."""
+        found: Any = self.work.task.pictures
+        return () if found is None else found.pictures
 
     @property
     def longest(self) -> int:
@@ -191,7 +226,7 @@ class HfCore(GeneratorBase):
         self, model: HfModel, text: Detokenizer | None, *, slots: int, cache_tokens: int | None, version: str
     ) -> None:
         longest = min(model.context, cache_tokens or model.context)
-        super().__init__(model, version=version, longest=longest, cache_tokens=cache_tokens)
+        super().__init__(model, version=version, longest=longest, cache_tokens=cache_tokens, reader=model.reader)
         self._model = model
         self._text = text
         self._slots = slots if model.pads else 1
@@ -265,10 +300,11 @@ class HfCore(GeneratorBase):
             work = row.work
             work.mark(self.version, len(work.tokens))
             if work.task.sampling.prompt_logprobs_from is not None and work.prompt_logprobs is None:
-                work.prompt_logprobs = self._prompt_logprobs(work.task)
+                work.prompt_logprobs = self._prompt_logprobs(row)
         most = max(row.longest - len(row.ids) for row in rows)
         # One more than any row needs, so that the engine ends the call and not `generate`.
-        self._call = TransformersCall(self._model, [row.ids for row in rows], most + 1)
+        ids, pictures = [row.ids for row in rows], [row.pictures for row in rows]
+        self._call = TransformersCall(self._model, ids, pictures, most + 1)
         self._rows = list(rows)
 
     def _drop_call(self) -> None:
@@ -277,20 +313,22 @@ class HfCore(GeneratorBase):
         self._call, self._rows = None, []
 
     @torch.inference_mode()
-    def _prompt_logprobs(self, task: GenerationRequest) -> PromptLogprobs | None:
+    def _prompt_logprobs(self, row: Row) -> PromptLogprobs | None:
         """Compute what the request wants to know of its prompt, by a forward pass of its own."""
-        sampling = task.sampling
+        task, sampling = row.work.task, row.work.task.sampling
         prompt = PromptPrefill(task.prompt, sampling.prompt_logprobs_from, sampling.top_logprobs, sampling.named_tokens)
         positions = logit_positions(prompt, 0, len(task.prompt))
         ids = torch.tensor([task.prompt], device=self._model.shape.device)
-        record_logits(prompt, positions, self._model.module(input_ids=ids, use_cache=False).logits[0, positions])
+        seeing = seeing_arguments(self._model, ids, row.pictures)
+        logits = self._model.module(input_ids=ids, use_cache=False, **seeing).logits[0, positions]
+        record_logits(prompt, positions, self._mask(logits))
         return prompt.logprobs
 
     @torch.inference_mode()
     def _sample(self, logits: torch.Tensor) -> None:
         """Choose the next token of each row, record it, and end the rows that it completes."""
         places = [place for place, row in enumerate(self._rows) if row is not None]
-        rows, own = self._live(), logits[places]
+        rows, own = self._live(), self._mask(logits[places])
         drawn = sample(own, *self._sampling(rows, own.device))
         assert self._call is not None
         chosen = torch.full((len(self._rows),), PADDING, device=own.device)
@@ -314,6 +352,14 @@ class HfCore(GeneratorBase):
                 self.outbox.append(work.output(self.version, ending))
         if not self._live():
             self._drop_call()
+
+    def _mask(self, logits: torch.Tensor) -> torch.Tensor:
+        """Give media tokens no probability. `logits` [row, vocabulary]: not changed."""
+        forbidden = self._model.forbidden
+        if not forbidden:
+            return logits
+        places = torch.tensor(forbidden, device=logits.device)
+        return logits.index_fill(-1, places, max(FORBIDDEN, torch.finfo(logits.dtype).min))
 
     def _sampling(
         self, rows: Sequence[Row], device: torch.device
@@ -372,7 +418,7 @@ def load_model(launch: EngineLaunch, text: Detokenizer | None) -> HfModel:
     config = require_config(folder)
     check_code(config, trusted=launch.trust_remote_code, where=launch.model)
     base = BaseFiles.found(folder)
-    module = load_module(AutoModelForCausalLM, folder, DTYPES[launch.dtype], trust_remote_code=launch.trust_remote_code)
+    module = load_module(auto_class(config), folder, DTYPES[launch.dtype], trust_remote_code=launch.trust_remote_code)
     # The model's defaults (penalties, sampling, end tokens) would change what `generate` hands out.
     module.generation_config = GenerationConfig()
     inner = module.config.get_text_config()
@@ -386,11 +432,14 @@ def load_model(launch: EngineLaunch, text: Detokenizer | None) -> HfModel:
         context_length(inner, launch.context_length),
         end_tokens(folder, config, lambda token: None if text is None else text.token_id(token)),
         base,
+        forbidden=media_token_ids(module.config),
     )
-    prompts = [[(7 * n + i) % model.vocabulary for i in range(n)] for n in TRIED]
+    if has_vision(config) and has_processor(folder):
+        model.reader = PictureReader(module, folder, Path(launch.blobs) if launch.blobs else None)
     try:
-        alone = torch.cat([_try(model, [prompt]) for prompt in prompts])
-        difference = float((alone - _try(model, prompts)).abs().max())
+        rows = _trial_rows(model)
+        alone = torch.cat([_try(model, [row]) for row in rows])
+        difference = float((alone - _try(model, rows)).abs().max())
     except Exception as error:  # the model's own code may raise anything
         if is_out_of_memory(error):
             raise
@@ -403,11 +452,28 @@ def load_model(launch: EngineLaunch, text: Detokenizer | None) -> HfModel:
     return model
 
 
-def _try(model: HfModel, prompts: list[list[int]]) -> torch.Tensor:
+TrialRow = tuple[Sequence[int], Sequence[PictureTensors]]
+"""Tokens and pictures of a prompt of the trial at start."""
+
+
+def _trial_rows(model: HfModel) -> list[TrialRow]:
+    """Return prompts of unequal lengths; for a model with pictures, also one with a picture and one with two."""
+    text = [token for token in range(model.vocabulary) if token not in model.forbidden]
+    prompts = [[text[(7 * n + i) % len(text)] for i in range(n)] for n in TRIED]
+    rows: list[TrialRow] = [(prompt, ()) for prompt in prompts]
+    if model.reader is not None:
+        one, other = (("", model.reader.noise(64, width)) for width in (64, 96))
+        for pictures in ((one,), (one, other)):
+            short = [*prompts[0], *(token for _ in pictures for token in (model.reader.token, *prompts[0]))]
+            rows.append((model.reader.expand(short, pictures), [tensors for _, tensors in pictures]))
+    return rows
+
+
+def _try(model: HfModel, rows: list[TrialRow]) -> torch.Tensor:
     """Return log-probabilities [prompt, vocabulary] after one token that follows each prompt."""
-    call = TransformersCall(model, prompts, 3)
+    call = TransformersCall(model, [ids for ids, _ in rows], [pictures for _, pictures in rows], 3)
     call.step()
-    call.choose(torch.ones(len(prompts), dtype=torch.int64, device=model.shape.device))
+    call.choose(torch.ones(len(rows), dtype=torch.int64, device=model.shape.device))
     logits = call.step()
     call.stop()
     return torch.log_softmax(logits, dim=-1)

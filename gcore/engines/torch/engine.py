@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from gcore.engines.detokenizer import Detokenizer, tail_length
+from gcore.engines.pictures import PictureReader
 from gcore.engines.request import (
     ABORTED,
     Finish,
@@ -478,11 +479,20 @@ class GeneratorBase(EngineBase[GenerationRequest, RequestOutput]):
     """Engine core of a causal language model that generates.
 
     `longest`: maximum tokens, prompt and response together, of a request that can be served. `cache_tokens`: maximum
-    tokens that all running requests hold together; None: no limit.
+    tokens that all running requests hold together; None: no limit. `reader`: of pictures; None: the model takes none.
     """
 
-    def __init__(self, model: GeneratingModel, *, version: str, longest: int, cache_tokens: int | None) -> None:
+    def __init__(
+        self,
+        model: GeneratingModel,
+        *,
+        version: str,
+        longest: int,
+        cache_tokens: int | None,
+        reader: PictureReader | None,
+    ) -> None:
         super().__init__(model, version=version)
+        self._reader = reader
         self.longest = longest
         self.cache_tokens = cache_tokens
         self.adapters: Mapping[str, int] = {}
@@ -495,7 +505,9 @@ class GeneratorBase(EngineBase[GenerationRequest, RequestOutput]):
 
     def read_pictures(self, given: Sequence[Any]) -> Sequence[Any]:
         """Read the pictures of a prompt from a request. Any thread. Raises EngineError, also if the model takes none."""
-        raise EngineError("this engine takes no pictures", fix="Serve a vision-language model with the torch engine")
+        if self._reader is None:
+            raise EngineError("this engine takes no pictures", fix="Serve a vision-language model with its processor")
+        return self._reader.read(given)
 
     def place_pictures(
         self, tokens: Sequence[int], pictures: Sequence[Any]
@@ -503,7 +515,10 @@ class GeneratorBase(EngineBase[GenerationRequest, RequestOutput]):
         """Return the prompt with all placeholders of `pictures` (from `read_pictures`), and its pictures; None: it has
         none. Raises EngineError if the tokens have another number of placeholders than pictures.
         """
-        return tokens, None
+        if self._reader is None:
+            return tokens, None
+        expanded = self._reader.expand(tokens, pictures)
+        return expanded, self._reader.prompt(expanded, pictures)
 
     def check(self, prompt_tokens: int, max_new_tokens: int) -> None:
         """Raise EngineError for a request that the KV cache could never hold. May be called from any thread."""
@@ -522,7 +537,8 @@ class EngineCore(GeneratorBase):
         self, model: Model, text: Detokenizer | None, lane: ModelRunner, limits: EngineLimits, *, version: str
     ) -> None:
         longest = longest_request(model.context, budget=limits.cache_tokens, footprint=lane.footprint)
-        super().__init__(model, version=version, longest=longest, cache_tokens=limits.cache_tokens)
+        reader = None if model.vision is None else model.vision.reader
+        super().__init__(model, version=version, longest=longest, cache_tokens=limits.cache_tokens, reader=reader)
         self._model = model
         self.limits = limits
         self.lane = lane
@@ -561,22 +577,6 @@ class EngineCore(GeneratorBase):
         """Name of the engine, size of its KV cache and its runner."""
         cache = self.limits.cache_tokens
         return {"engine": ENGINE_NAME, "max_total_num_tokens": cache, "lane": self.lane.name}
-
-    def read_pictures(self, given: Sequence[Any]) -> Sequence[Any]:
-        """Read the pictures of a prompt from a request. See `GeneratorBase.read_pictures`."""
-        if self._model.vision is None:
-            return super().read_pictures(given)
-        return self._model.vision.reader.read(given)
-
-    def place_pictures(
-        self, tokens: Sequence[int], pictures: Sequence[Any]
-    ) -> tuple[Sequence[int], PicturesOfPrompt | None]:
-        """Expand a prompt. See `GeneratorBase.place_pictures`."""
-        if self._model.vision is None:
-            return tokens, None
-        reader = self._model.vision.reader
-        expanded = reader.expand(tokens, pictures)
-        return expanded, reader.prompt(expanded, pictures)
 
     def stage_weights(self, folder: Path) -> StagedWeights:
         """Load a folder's weights into host memory, in any thread. Raises EngineError if they do not fit.

@@ -122,7 +122,7 @@ class VllmCore(GeneratorBase):
         request_of: Callable[[str, GenerationRequest], Any],
     ) -> None:
         longest = min(model.context, limits.cache_tokens)
-        super().__init__(model, version=version, longest=longest, cache_tokens=limits.cache_tokens)
+        super().__init__(model, version=version, longest=longest, cache_tokens=limits.cache_tokens, reader=None)
         self._client = client
         self._scheduler = client.engine_core.scheduler
         self._served = model

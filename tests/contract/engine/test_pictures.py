@@ -15,7 +15,7 @@ import httpx
 import pytest
 import torch
 from engine_contract import FIRST, OF_SGLANG, TOLERANCE, generate, post, spans
-from engine_processes import TORCH, SglangProcess, engine_process
+from engine_processes import HF, TORCH, SglangProcess, engine_process
 from PIL import Image
 from trainer_process import Trainer, free_port, joined, updated
 from transformers import AutoModelForImageTextToText
@@ -54,14 +54,15 @@ def vision_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_vision_model(tmp_path_factory.mktemp("vision"), seed=3)
 
 
-@pytest.fixture(scope="module", params=["torch", OF_SGLANG])
+@pytest.fixture(scope="module", params=["torch", "hf", OF_SGLANG])
 def seeing(
     request: pytest.FixtureRequest, vision_model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Seeing]:
     blobs = tmp_path_factory.mktemp("blobs")
-    if request.param == "torch":
-        with engine_process(vision_model, TORCH, batch_slots=8, blobs=str(blobs)) as url:
-            yield Seeing("torch", url, vision_model, blobs)
+    if request.param != "sglang":
+        command = TORCH if request.param == "torch" else HF
+        with engine_process(vision_model, command, batch_slots=8, blobs=str(blobs)) as url:
+            yield Seeing(request.param, url, vision_model, blobs)
     else:
         with SglangProcess(vision_model, batch_slots=8) as process:
             yield Seeing("sglang", process.base_url, vision_model, blobs)
@@ -73,7 +74,8 @@ async def http(seeing: Seeing) -> AsyncIterator[httpx.AsyncClient]:
         yield http
 
 
-OF_TORCH = pytest.mark.parametrize("seeing", ["torch"], indirect=True)
+FRONT_END = pytest.mark.parametrize("seeing", ["torch", "hf"], indirect=True)
+"""The engines behind gcore's own HTTP front end."""
 
 
 def short(*texts: list[int]) -> list[int]:
@@ -184,7 +186,7 @@ async def test_another_number_of_pictures_than_placeholders_is_refused_or_seen_i
     ids, picture = short([4, 9], [7]), text_of(make_picture(32, 32))
     body = {"input_ids": ids, "sampling_params": {"max_new_tokens": 2}, "return_prompt_token_ids": True}
     response = await http.post("/generate", json=body | {"image_data": [picture] * pictures})
-    if seeing.kind == "torch":
+    if seeing.kind != "sglang":
         assert response.status_code == 400
     else:  # SGLang ignores surplus pictures, and takes a placeholder without a picture for text
         assert response.json()["prompt_token_ids"].count(IMAGE) != 4 * pictures
@@ -215,7 +217,7 @@ async def test_a_picture_may_be_a_path_or_a_data_url(seeing: Seeing, http: httpx
         check(seeing, await answered(seeing, http, ids, [given]), expanded(ids, [4]), [picture])
 
 
-@OF_TORCH
+@FRONT_END
 async def test_a_picture_may_be_a_blob(seeing: Seeing, http: httpx.AsyncClient) -> None:
     picture, ids = make_picture(32, 32, seed=7), short([4, 9], [7])
     answer = await answered(seeing, http, ids, [{"blob": f"sha256:{stored(seeing, picture).sha256}"}])
@@ -285,7 +287,7 @@ INVALID = pytest.mark.parametrize(
 async def test_an_invalid_picture_is_refused(seeing: Seeing, http: httpx.AsyncClient, given: Any, why: str) -> None:
     body = {"input_ids": short([4, 9], [7]), "image_data": [given], "sampling_params": {"max_new_tokens": 2}}
     response = await http.post("/generate", json=body, headers={"Connection": "close"})
-    if seeing.kind == "torch":
+    if seeing.kind != "sglang":
         assert response.status_code == 400
         assert why in response.text
     else:

@@ -54,7 +54,7 @@ def test_each_engine_and_backend_of_the_spec_is_described() -> None:
         (
             "data",
             {"images": "images"},
-            "data.images needs rollout.engine: torch or sglang, not vllm",
+            "data.images needs rollout.engine: torch or sglang or hf, not vllm",
         ),
         ("train", {"offload_state": True}, "offload_state needs backend: fsdp2, not deepspeed"),
     ],

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import inspect
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +13,15 @@ import pytest
 import torch
 import transformers
 from engine_core import LLAMA_LIKE, SMALL, Plain, finish, make_core, prompt, save, task
+from transformers import AutoModelForImageTextToText
 
 from gcore.engines.hf.engine import HfCore, start_engine
 from gcore.engines.launch import EngineLaunch
 from gcore.engines.request import GenerationRequest
 from gcore.errors import DataError, UsageError
+from gcore.models.vision import PictureProcessor, media_token_ids, picture_arguments
 from gcore.testing.models import make_tiny_model
+from gcore.testing.vision_models import FAMILIES, IMAGE, Family, make_picture, make_tiny_vision_model
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +66,38 @@ def test_a_row_that_joins_later_leaves_the_samples_of_the_others_unchanged(folde
     alone = finish(make_hf_core(folder), tasks)
     late = finish(core, tasks[:2], lambda cycle: core.submit(tasks[2:]) if cycle == 3 else None)
     assert {n: one.tokens for n, one in late.items()} == {n: one.tokens for n, one in alone.items()}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_responses_to_pictures_have_the_log_probabilities_of_a_full_forward_pass(
+    tmp_path: Path, family: Family
+) -> None:
+    core = make_hf_core(make_tiny_vision_model(tmp_path, family, seed=1))
+    plain = AutoModelForImageTextToText.from_pretrained(tmp_path, dtype=torch.float32)
+    processor, media = PictureProcessor(tmp_path), list(media_token_ids(plain.config))
+    tasks = []
+    for number, seeds in enumerate(((), (1,), (2, 1))):
+        pictures = [make_picture(32, 32, seed=seed) for seed in seeds]
+        read = core.read_pictures([base64.b64encode(one).decode() for one in pictures])
+        ids, placed = core.place_pictures([5, *(token for _ in seeds for token in (IMAGE, 7)), 9 - number], read)
+        tasks.append(replace(task(number, ids, 6, temperature=1.0), pictures=placed))
+    for number, made in finish(core, tasks).items():
+        prompt_ids, placed = tasks[number].prompt, tasks[number].pictures
+        tokens = torch.tensor([[*prompt_ids, *made.tokens]])
+        more: dict[str, Any] = {}
+        if placed is not None:
+            names = [make_picture(32, 32, seed=seed) for seed in ((), (1,), (2, 1))[number]]
+            read = [processor.read(hashlib.sha256(one).hexdigest(), one) for one in names]
+            more = picture_arguments(read, torch.device("cpu"))
+            for name in ("mm_token_type_ids", "token_type_ids"):
+                if name in inspect.signature(plain.forward).parameters:
+                    more[name] = (tokens == IMAGE).long()
+        with torch.inference_mode():
+            logits = plain(input_ids=tokens, use_cache=False, **more).logits[0]
+            logits[:, media] = -torch.inf
+        table = torch.log_softmax(logits, -1)[len(prompt_ids) - 1 : -1]
+        expected = table.gather(-1, torch.tensor(made.tokens)[:, None])[:, 0]
+        assert made.logprobs == pytest.approx(expected.tolist(), abs=1e-4)
 
 
 @pytest.mark.parametrize(
