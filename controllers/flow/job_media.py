@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from controllers.changes import ChangeSignal
 from controllers.workers.blobs import NodeBlobs
@@ -19,9 +20,12 @@ from gcore.errors import DataError, EngineError, EngineUnreachable, GcoreError
 from gcore.media.pictures import PictureError
 from gcore.media.protocol import Blob, StoreUnreachable
 from gcore.rollout.api import RequestPictures
-from gcore.system.clock import Clock
+from gcore.system.clock import Clock, retry_delay
 from gcore.system.concurrency import cancel_all, gather_or_cancel
 from gcore.types import Medium, PictureRef, Prompt, PromptRef
+
+if TYPE_CHECKING:
+    from gcore.media.client import BlobFetch
 
 PIN_S = 120.0
 """Seconds for which a pin lasts."""
@@ -31,6 +35,10 @@ RENEW_S = 30.0
 
 REPORT_S = 1.0
 """Seconds between two reports of what is wrong with the store."""
+
+STORE_TRIES = 6
+"""Number of tries to reach the store of an engine's node. Together they outlast the restart of a daemon, whose store ends
+with it. Meanwhile the engine counts as busy, so that other engines get other requests."""
 
 AGAIN = "The prompt is sampled again"
 
@@ -97,22 +105,29 @@ class JobMedia:
         """
         if node == self._blobs.node:
             return str(self._blobs.job_folder(self._uid))
-        try:
-            client = await self._blobs.client_of(self._uid, node)
-            await client.pin(self._me, [one.sha256 for one in media], PIN_S)
-            found = await client.fetch([Blob(one.sha256, one.size) for one in media], [self._blobs.node])
-        except StoreUnreachable as error:
-            raise EngineUnreachable(
-                f"the blob store of the engine's node {node}: {error}", fix="The request goes to another engine"
-            ) from error
-        except GcoreError as error:
-            raise EngineError(f"the blob store of the engine's node {node}: {error}", fix=AGAIN) from error
+        for tries in itertools.count(1):
+            try:
+                found = await self._fetch(media, node)
+                break
+            except StoreUnreachable as error:
+                if tries == STORE_TRIES:
+                    raise EngineUnreachable(
+                        f"the blob store of the engine's node {node}: {error}", fix="The request goes to another engine"
+                    ) from error
+            except GcoreError as error:
+                raise EngineError(f"the blob store of the engine's node {node}: {error}", fix=AGAIN) from error
+            await self._clock.sleep(retry_delay(tries))
         if found.unavailable:
             self._making.pop(pictures, None)  # so that this node's store makes them again
         for blob in (*found.unavailable, *found.failed):
             why = found.failed.get(blob) or f"{self._blobs.node} does not have it"
             raise EngineError(f"{node} could not fetch picture {blob} ({why})", fix=AGAIN)
         return found.folder
+
+    async def _fetch(self, media: tuple[Medium, ...], node: str) -> BlobFetch:
+        client = await self._blobs.client_of(self._uid, node)
+        await client.pin(self._me, [one.sha256 for one in media], PIN_S)
+        return await client.fetch([Blob(one.sha256, one.size) for one in media], [self._blobs.node])
 
     async def _make(self, pictures: Pictures) -> tuple[Medium, ...]:
         client = await self._blobs.client(self._uid)

@@ -349,8 +349,19 @@ async def test_blobs_that_do_not_reach_the_engines_node_are_an_error_that_names_
 async def test_a_store_that_does_not_answer_sends_the_request_to_another_engine(
     error: Exception, kind: type[Exception]
 ) -> None:
-    away = StoreClient()
-    asked = await media_of(StoreClient(), set(), FakeClock(), away).in_request(prompt(), trained=True)
+    away, clock = StoreClient(), FakeClock()
+    asked = await media_of(StoreClient(), set(), clock, away).in_request(prompt(), trained=True)
     away.error = error
+    request = asyncio.create_task(asked.at_node("away"))
+    await clock.advance(60)
     with pytest.raises(kind, match="the blob store of the engine's node away"):
-        await asked.at_node("away")
+        await request
+    request = asyncio.create_task(asked.at_node("away"))
+    await clock.advance(0.01)
+    away.error = None  # the store is back before the last try
+    await clock.advance(60)
+    if isinstance(error, StoreUnreachable):
+        assert (await request).folder == "/away/job"
+    else:
+        with pytest.raises(kind):
+            await request
