@@ -23,7 +23,7 @@ from tools.problem import PRODUCT, Problem, line_of, main, relative
 
 LABELS = {
     *("judge", "kind", "source", "result", "operation", "code", "outcome", "job", "phase", "pool", "state", "cause"),
-    *("version", "set", "metric", "part", "endpoint", "alarm", "measure", "method"),
+    *("version", "set", "metric", "part", "endpoint", "alarm", "measure", "method", "where"),
 }
 """Each takes few values."""
 WRONG_UNITS = re.compile(r"_(ms|millis\w*|micros\w*|minutes|hours|kb|mb|kib|mib|percent|pct)(_|$)")

@@ -39,7 +39,6 @@ from gcore.models.layout import (
     manifest_digest,
     read_manifest,
 )
-from gcore.observability.sample_pictures import find_picture
 from gcore.observability.samples import (
     GroupLine,
     KeptGroup,
@@ -49,6 +48,7 @@ from gcore.observability.samples import (
     Order,
     Selection,
     find_kept,
+    find_picture,
     find_version,
     kept_steps,
     list_advantages,

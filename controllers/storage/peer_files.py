@@ -26,7 +26,7 @@ from gcore.api.tls import PLAIN, Connector
 from gcore.api.v1 import files_pb2 as pb
 from gcore.api.v1 import files_pb2_grpc
 from gcore.errors import GcoreError
-from gcore.observability.sample_pictures import is_picture
+from gcore.observability.samples import is_picture
 from gcore.system.concurrency import limit_time
 from gcore.system.files import DiskFull, replace_folder, sweep_drafts, sync_path
 

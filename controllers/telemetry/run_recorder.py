@@ -38,8 +38,15 @@ from gcore.ledger.records.job import Trouble
 from gcore.ledger.records.slot_accounting import AccountLine
 from gcore.observability.metrics import Metrics
 from gcore.observability.metrics_file import FileBusy, MetricsFile, MetricsSource, has_missing_lines
-from gcore.observability.sample_pictures import keep_pictures, prune_pictures
-from gcore.observability.samples import KeptGroup, choose_groups, make_kept_group, prune_steps, write_samples
+from gcore.observability.samples import (
+    KeptGroup,
+    choose_groups,
+    keep_pictures,
+    make_kept_group,
+    prune_pictures,
+    prune_steps,
+    write_samples,
+)
 from gcore.observability.tracing import StepTraces
 from gcore.rollout.client import EngineReach
 from gcore.store.keys import JobKeys

@@ -36,7 +36,6 @@ from gcore.ledger.records.job import METRICS_FILE, Move
 from gcore.ledger.records.slot_accounting import FOLDER, AccountLine, parse_line
 from gcore.observability import samples
 from gcore.observability.metrics_file import Line, decode_line
-from gcore.observability.sample_pictures import find_picture
 from gcore.schema import UnreadableRecord
 from gcore.store.keys import DEFAULT_NAMESPACE, JobKeys, full_name
 from gcore.system.clock import Clock
@@ -278,7 +277,7 @@ def read_pictures(run_dir: Path) -> ShownPictures:
         group = samples.read_group(line)
         if group.pictures and len(found.prompts) < MOST_PICTURES:
             names = [one.sha256 for one in group.pictures[:MOST_PICTURES]]
-            pictures = [(name, _data_url(find_picture(run_dir, version, name))) for name in names]
+            pictures = [(name, _data_url(samples.find_picture(run_dir, version, name))) for name in names]
             found.prompts.append(ShownPrompt(group.prompt.text[:MOST_PROMPT], group.mean_reward, pictures))
     return found
 

@@ -2,18 +2,21 @@
 
     samples/LINEAGE-STEP/INCARNATION.jsonl           KeptGroup, written by the controller that holds the groups
     samples/LINEAGE-STEP/advantages-RANK.jsonl       KeptAdvantage, written by the rank that computed them
-    samples/LINEAGE-STEP/SHA256.png                  pictures of the groups (`gcore.observability.sample_pictures`)
+    samples/LINEAGE-STEP/SHA256.png                  pictures of the groups: links to blobs of the node's store, or copies
 
 Both identify a group (all samples of one prompt) by its digest. Texts longer than the spec's limit are cut. Every
 controller keeps a limited number of the groups that it holds, spread evenly over the step, because the first ones would
 come from the first shards or have the shortest responses. Train ranks choose the same groups for advantages. Files are
-written atomically. The writer keeps the newest steps and removes older ones. If samples cannot be written, they are
-missing, and the step is not affected. Reading and writing block on the disk, so call them off the event loop.
+written atomically. The writer keeps the newest steps and removes older ones. Pictures have a bound of their own,
+`samples.picture_mib`: those of the oldest steps are deleted first, and then shown by their SHA-256. If samples cannot
+be written, they are missing, and the step is not affected. Reading and writing block on the disk, so call them off the
+event loop.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import math
 import os
@@ -289,6 +292,71 @@ def _records(file: Path, kind: type[R]) -> Iterator[tuple[int, bytes, R]]:
                 yield begin, line, kind.decode(line, f"{file}:{number}")
             except UnreadableRecord as error:
                 log.warning("%s", error)
+
+
+PICTURE_SUFFIXES = (".png", ".jpg", ".webp")
+"""Of the formats in which blob stores keep pictures."""
+
+_CANNOT_LINK = frozenset({errno.EXDEV, errno.EMLINK, errno.EPERM, errno.EOPNOTSUPP})
+
+
+def keep_pictures(run_dir: Path, version: Version, sha256s: Iterable[str], blobs: Path) -> None:
+    """Link pictures into the folder of a step, or copy them to another file system. `blobs`: folder of the job in the
+    node's blob store. A picture that the store has deleted is left out. Raises OSError.
+    """
+    folder = step_folder(run_dir, version)
+    for sha256 in dict.fromkeys(sha256s):
+        if find_picture(run_dir, version, sha256) is None:
+            with contextlib.suppress(FileNotFoundError):
+                blob = blobs / sha256[:2] / sha256
+                _link(blob, folder / f"{sha256}{_suffix(blob)}")
+
+
+def find_picture(run_dir: Path, version: Version, sha256: str) -> Path | None:
+    """Return the file of a kept picture of a step; None if it was deleted."""
+    files = (step_folder(run_dir, version) / f"{sha256}{suffix}" for suffix in PICTURE_SUFFIXES)
+    return next((file for file in files if file.is_file()), None)
+
+
+def prune_pictures(run_dir: Path, most_bytes: int) -> None:
+    """Delete pictures of the oldest steps until all have at most `most_bytes` bytes. Raises OSError."""
+    room = most_bytes
+    for version in reversed(kept_steps(run_dir)):
+        for file, size in _pictures_of(run_dir, version):
+            room -= size
+            if room < 0:
+                file.unlink(missing_ok=True)
+
+
+def is_picture(name: str) -> bool:
+    """Return whether a path below the run's folder is that of a kept picture."""
+    return name.startswith(f"{FOLDER}/") and name.endswith(PICTURE_SUFFIXES)
+
+
+def _pictures_of(run_dir: Path, version: Version) -> Iterator[tuple[Path, int]]:
+    for file in sorted(step_folder(run_dir, version).glob("[!.]*")):
+        if file.suffix in PICTURE_SUFFIXES:
+            with contextlib.suppress(FileNotFoundError):  # another controller has deleted it
+                yield file, file.stat().st_size
+
+
+def _suffix(file: Path) -> str:
+    with file.open("rb") as opened:
+        head = opened.read(4)
+    return {b"\x89PNG": ".png", b"RIFF": ".webp"}.get(head, ".jpg")
+
+
+def _link(source: Path, target: Path) -> None:
+    try:
+        os.link(source, target)
+    except FileExistsError:
+        return
+    except OSError as error:
+        if error.errno not in _CANNOT_LINK:
+            raise
+        draft = target.with_name(f".{target.name}.{os.getpid()}")
+        shutil.copyfile(source, draft)
+        draft.replace(target)
 
 
 Order = Literal["stream", "best", "worst"]

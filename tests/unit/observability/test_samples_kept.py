@@ -24,8 +24,7 @@ from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records.chain import Head, Lineage, LogEntry, Seal, SealedGroup, SealState
 from gcore.ledger.transactions import Versioned
 from gcore.observability import samples as folder
-from gcore.observability.sample_pictures import find_picture
-from gcore.observability.samples import KeptAdvantage, KeptText, choose_groups, make_kept_group
+from gcore.observability.samples import KeptAdvantage, KeptText, choose_groups, find_picture, make_kept_group
 from gcore.store.keys import JobKeys
 from gcore.train.batching import BatchIndex
 from gcore.train.step import show_advantages
