@@ -25,10 +25,10 @@ from dataclasses import dataclass, field, replace
 from controllers.changes import ChangeSignal
 from controllers.flow.episodes import EpisodeRequest, EpisodeRunner, EvalAnswer
 from controllers.flow.job_data import JobData, SourcePipeline, eval_seed
-from controllers.flow.job_media import JobMedia
 from controllers.inference.pool import EnginePool
 from controllers.rules.step import evaluation_order, members_with_engines, parts_to_take
 from controllers.rules.view import TURN_SECONDS, JobView
+from controllers.workers.job_media import JobMedia
 from gcore.config.data import EvalSampling
 from gcore.data.stream import EvalPromptSource
 from gcore.errors import EngineError, EngineUnreachable

@@ -6,6 +6,7 @@ result to `make_job_data`. The order of a curriculum's prompts is in `controller
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import math
@@ -14,13 +15,14 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
 
+from controllers.workers.job_media import JobMedia
 from gcore.config.data import ResolvedSource
 from gcore.config.reward import RewardSpec
 from gcore.config.spec import JobSpec, eval_sources, training_sources
 from gcore.data.stream import EvalPromptSource, JobPrompts, PromptStream
 from gcore.errors import EngineError, EngineUnreachable
 from gcore.ledger.records.cluster import patch_cost
-from gcore.reward.api import Response, RewardError, RewardResult, Scored
+from gcore.reward.api import PictureFile, Response, RewardError, RewardResult, Scored
 from gcore.reward.judges.judge import Judge
 from gcore.reward.pool import FunctionScorer
 from gcore.reward.scorer import ResponseNotJudged, Scorer, reward_functions
@@ -75,9 +77,10 @@ def make_job_data(
     prompts: JobPrompts,
     scorer: FunctionScorer,
     judges: Mapping[str, Judge] = MappingProxyType({}),
+    media: JobMedia | None = None,
 ) -> JobData:
     """Build a job's data from its opened prompts. `scorer`: runs the reward functions of the spec. `judges`: those of
-    the spec by name."""
+    the spec by name. `media`: provides the pictures of prompts; None: they have none."""
     rewards = Scorer(scorer, judges)
     trained = [opened.source for opened in prompts.stream.sources]
     held_out = [opened.source for opened in prompts.evaluation]
@@ -85,9 +88,9 @@ def make_job_data(
         spec=spec,
         uid=uid,
         stream=prompts.stream,
-        sources={s.name: SourcePipeline(s, sampling_of(spec, s), rewards) for s in trained},
+        sources={s.name: SourcePipeline(s, sampling_of(spec, s), rewards, media) for s in trained},
         evaluation=prompts.evaluation,
-        evaluated={s.name: SourcePipeline(s, sampling_of(spec, s), rewards) for s in held_out},
+        evaluated={s.name: SourcePipeline(s, sampling_of(spec, s), rewards, media) for s in held_out},
     )
 
 
@@ -98,6 +101,8 @@ class SourcePipeline:
     source: ResolvedSource
     params: SamplingParams
     rewards: Scorer
+    media: JobMedia | None = None
+    """The pictures of prompts; None: they have none."""
 
     async def scored(self, prompt: Prompt, samples: Sequence[Sample]) -> tuple[RewardResult, ...]:
         """Score the responses to one prompt. Return their rewards in order.
@@ -118,8 +123,13 @@ class SourcePipeline:
 
     async def each_scored(self, prompt: Prompt, samples: Sequence[Sample]) -> tuple[Scored, ...]:
         """Score the responses to one prompt. The result has an error in the place of each response that cannot be
-        scored."""
-        return await self.rewards.score(self.source.reward, prompt, [make_response(sample) for sample in samples])
+        scored. Raises EngineError, and PictureError, if the pictures of the prompt cannot be provided."""
+        async with contextlib.AsyncExitStack() as held:
+            files: tuple[PictureFile, ...] = ()
+            if self.media is not None and prompt.pictures:
+                files = await held.enter_async_context(self.media.files(prompt))
+            responses = [make_response(sample, files) for sample in samples]
+            return await self.rewards.score(self.source.reward, prompt, responses)
 
     async def judge_early(self, prompt: Prompt, sample: Sample) -> None:
         """Send a finished response to the judges before the other responses of its group are finished; `scored` then
@@ -138,11 +148,11 @@ class SourcePipeline:
         return bool(self.source.reward.judges)
 
 
-def make_response(sample: Sample) -> Response:
+def make_response(sample: Sample, files: Sequence[PictureFile] = ()) -> Response:
     """Convert a sample to the form that reward functions get. Its length counts only the tokens that the policy
-    generated."""
+    generated. `files`: the pictures of its prompt."""
     of_environment = dict(sample.reward_parts).get(ENVIRONMENT)
-    return Response(sample.text, sample.own_tokens, is_truncated(sample), of_environment)
+    return Response(sample.text, sample.own_tokens, is_truncated(sample), of_environment, files)
 
 
 def rewards_of(spec: JobSpec) -> dict[str, RewardSpec]:

@@ -25,7 +25,6 @@ from controllers.flow.episodes import EpisodeRequest, EpisodeRunner
 from controllers.flow.evaluation import Evaluator, LedgerEvaluations
 from controllers.flow.group_buffer import GroupBuffer
 from controllers.flow.job_data import JobData, sample_seed
-from controllers.flow.job_media import JobMedia
 from controllers.flow.peer_collectives import PeerCollectives
 from controllers.flow.step import JobStep, StepContext
 from controllers.inference.pool import EnginePool
@@ -33,6 +32,7 @@ from controllers.inference.rules import LengthExpectation, VersionFollower
 from controllers.rules.view import JobView
 from controllers.telemetry.notices import EqualRewardsWatch, PluginErrorLog, WarningLog
 from controllers.telemetry.step_stats import StepTimer
+from controllers.workers.job_media import JobMedia
 from gcore.data.dataset import DataChanged
 from gcore.data.stream import PromptFiltered, PromptSource
 from gcore.errors import DataError, EngineError, GcoreError, SpecError

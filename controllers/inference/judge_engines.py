@@ -24,18 +24,31 @@ from dataclasses import dataclass, replace
 from functools import partial
 from math import ceil
 from pathlib import Path
+from typing import Any
 
 from controllers.changes import ChangeSignal
 from controllers.inference.pool import EnginePool
 from controllers.inference.rules import HealthLimits
+from controllers.workers.job_media import JobMedia, Pictures
 from gcore.config.reward import JudgeSpec
 from gcore.config.spec import JobSpec
+from gcore.data.messages import Messages
 from gcore.data.renderer import PromptRenderer
 from gcore.data.tokenizer import TextTooLong, check_length, run_by_size
 from gcore.errors import DataError, EngineError, EngineGaveUp, EngineUnreachable
+from gcore.media.placeholders import PictureRule
 from gcore.models.layout import FIRST_WEIGHTS
 from gcore.observability.metrics import Metrics
-from gcore.reward.judges.types import Answer, ClassifierAnswer, JudgeAway, JudgeError, judge_away
+from gcore.reward.judges.types import (
+    IMAGE_MARK,
+    Answer,
+    ClassifierAnswer,
+    JudgeAway,
+    JudgeError,
+    Unjudgeable,
+    judge_away,
+)
+from gcore.rollout.api import PicturesUnavailable
 from gcore.rollout.client import EngineReach, SamplingParams, plain_reach
 from gcore.system.clock import Clock
 from gcore.system.concurrency import cancel_all
@@ -174,6 +187,54 @@ def _given_up(task: asyncio.Task[None], asked: Sequence[_Question]) -> None:
         task.cancel()  # no effect if it has answered already
 
 
+class QuestionEncoder:
+    """Turns the questions to a judge into tokens. Stateless and thread-safe. `rule`: how the judge's model reads
+    pictures; None: it sees none."""
+
+    def __init__(self, renderer: PromptRenderer, rule: PictureRule | None) -> None:
+        self.renderer = renderer
+        self._rule = rule
+
+    def encode(self, question: str, pictures: Pictures, room: int | None) -> tuple[Tokens, Tokens]:
+        """Return the tokens of a question: with one placeholder for each picture, and with all tokens of pictures.
+
+        `pictures`: one for each `IMAGE_MARK`. `room`: number of tokens above which the question does not fit. Raises
+        DataError, and TextTooLong for a text that is certainly longer.
+        """
+        text = self.renderer.render(self._content(question) if pictures else question)
+        check_length(text, room, self.renderer.encode)
+        short = self.renderer.encode(text)
+        if self._rule is None or not pictures:
+            return short, short
+        try:
+            return short, self._rule.expand(short, [(one.height, one.width) for one in pictures])
+        except DataError as error:
+            raise DataError(
+                f"the judge's question: {error.what}", where=error.where, fix="Remove such text, or change the template"
+            ) from error
+
+    def _content(self, question: str) -> str | Messages:
+        """A question with pictures, as the renderer expects it."""
+        assert self._rule is not None
+        if not self.renderer.chat:
+            return question.replace(IMAGE_MARK, self._rule.picture_text)
+        first, *rest = question.split(IMAGE_MARK)
+        parts: list[dict[str, Any]] = [{"type": "text", "text": first}]
+        for text in rest:
+            parts += [{"type": "image"}, {"type": "text", "text": text}]
+        kept = [part for part in parts if part["type"] == "image" or part["text"]]
+        return [{"role": "user", "content": kept}]
+
+    def targets(self, pictures: Pictures) -> Pictures:
+        """Return the pictures in the size that the judge's model uses. Raises DataError."""
+        assert self._rule is not None
+        sizes = [self._rule.target_size(one.height, one.width) for one in pictures]
+        return tuple(
+            one._replace(target_height=height, target_width=width)
+            for one, (height, width) in zip(pictures, sizes, strict=True)
+        )
+
+
 log = logging.getLogger(__name__)
 
 JUDGE_RETRY_S = 1.0
@@ -196,9 +257,10 @@ class JudgePool(EnginePool):
         clock: Clock,
         metrics: Metrics,
         connect: EngineReach = plain_reach,
+        media: JobMedia | None = None,
     ) -> None:
         """`uid`: the job. `me`: this run of the controller, which makes request names unique, because all controllers
-        send requests to these engines."""
+        send requests to these engines. `media`: provides the pictures of prompts; None: they have none."""
         patience = HealthLimits(spec.rollout.silent_s, spec.rollout.watchdog_s, judge.timeout_s)
         super().__init__(
             changes,
@@ -210,6 +272,7 @@ class JudgePool(EnginePool):
             pool="reward",
         )
         self.beside_policy = judge.adapter is not None
+        self._media = media
         self._uid = uid
         self._judge = judge
         self._folder = Path(spec.judge_model(judge).path)
@@ -224,9 +287,8 @@ class JudgePool(EnginePool):
         """Set the present workers of the cluster. Those that serve this judge receive requests from now on."""
         role, engine = ("rollout", "") if self.beside_policy else ("reward", self._judge.name)
         wanted = (role, self._uid, engine, "serving")
-        await super().aim(
-            {name: one for name, one in workers.items() if (one.role, one.job_uid, one.judge, one.state) == wanted}
-        )
+        mine = {name: one for name, one in workers.items() if (one.role, one.job_uid, one.judge, one.state) == wanted}
+        await super().aim(mine)
 
     async def wake(self, instance: str, version: Version | None = None) -> None:
         """Wake an engine, so that it has its memory and its weights again. Raises EngineError.
@@ -291,9 +353,9 @@ class JudgePool(EnginePool):
         await cancel_all(self._asking.values())
         await super().close()
 
-    def asker(self, renderer: PromptRenderer, limit: int | None) -> GenerativeJudgeClient:
+    def asker(self, encoder: QuestionEncoder, limit: int | None) -> GenerativeJudgeClient:
         """Return the client of a generative judge. `limit`: its context length in tokens."""
-        return GenerativeJudgeClient(self._judge, self, renderer, limit, partial(next, self._rids))
+        return GenerativeJudgeClient(self._judge, self, encoder, limit, partial(next, self._rids), self._media)
 
     def valuer(self, renderer: PromptRenderer, limit: int | None) -> ClassifierClient:
         """Return the client of a classifier."""
@@ -306,14 +368,16 @@ class GenerativeJudgeClient:
     def __init__(
         self,
         judge: JudgeSpec,
-        pool: EnginePool,
-        renderer: PromptRenderer,
+        pool: JudgePool,
+        encoder: QuestionEncoder,
         limit: int | None,
         new_rid: Callable[[], str],
+        media: JobMedia | None,
     ) -> None:
         self._name = judge.name
         self._pool = pool
-        self._renderer = renderer
+        self._encoder = encoder
+        self._media = media
         self._limit = limit
         self._new_rid = new_rid
         self._params = SamplingParams(
@@ -324,16 +388,39 @@ class GenerativeJudgeClient:
             adapter=None if judge.adapter is None else judge.name,
         )
 
-    async def __call__(self, question: str, seeds: Sequence[int]) -> tuple[Answer, ...]:
+    async def __call__(self, question: str, seeds: Sequence[int], pictures: Pictures = ()) -> tuple[Answer, ...]:
         """Return one sampled answer per seed. Wait until an engine has answered. Raises JudgeAway if the engine is
         lost, JudgeError if the question is invalid."""
-        tokens = await run_by_size(len(question), lambda: self._tokens(question))
-        decode = self._renderer.tokenizer.decode
+        short, tokens = await run_by_size(len(question), lambda: self._tokens(question, pictures))
+        if not pictures:
+            return await self._answers(tokens, tokens, self._params, seeds)
+        assert self._media is not None
+        try:
+            targets = self._encoder.targets(pictures)
+            async with self._media.in_use(targets) as media:
+                shown = self._media.name_pictures(targets, media, len(short), tokens)
+                return await self._answers(short, tokens, replace(self._params, pictures=shown), seeds)
+        except DataError as error:  # every response to the prompt has this picture
+            raise Unjudgeable(error.what, where=error.where, fix=error.fix) from error
+        except EngineUnreachable as error:
+            raise judge_away(error) from error
+        except EngineError as error:
+            raise JudgeError(error.what, where=error.where, fix=error.fix) from error
+
+    async def _answers(
+        self, short: Tokens, tokens: Tokens, params: SamplingParams, seeds: Sequence[int]
+    ) -> tuple[Answer, ...]:
+        """`short`: the tokens of the question with one placeholder for each picture; `tokens`: with all."""
         try:
             samples = await self._pool.generate(
-                FIRST_WEIGHTS, [tokens] * len(seeds), self._params, seeds, self._new_rid(), None, decode
+                FIRST_WEIGHTS,
+                [short] * len(seeds),
+                params,
+                seeds,
+                self._new_rid(),
+                decode=self._encoder.renderer.tokenizer.decode,
             )
-        except EngineUnreachable as error:
+        except (EngineUnreachable, PicturesUnavailable) as error:
             raise judge_away(error) from error
         except EngineError as error:
             raise JudgeError(error.what, where=error.where, fix=error.fix) from error
@@ -349,20 +436,19 @@ class GenerativeJudgeClient:
             for sample in samples
         )
 
-    def _tokens(self, question: str) -> tuple[int, ...]:
-        """Return the tokens of a question. May run in a thread. Raises JudgeError."""
+    def _tokens(self, question: str, pictures: Pictures) -> tuple[Tokens, Tokens]:
+        """Return the tokens of a question, with one placeholder for each picture and with all. May run in a thread.
+        Raises JudgeError."""
         room = None if self._limit is None else self._limit - self._params.max_new_tokens
         try:
-            text = self._renderer.render(question)
-            check_length(text, room, self._renderer.encode)
-            tokens = self._renderer.encode(text)
+            short, tokens = self._encoder.encode(question, pictures, room)
         except DataError as error:
             raise JudgeError(error.what, where=error.where, fix=error.fix) from error
         except TextTooLong as error:
             raise self._unheld(str(error)) from None
         if room is not None and len(tokens) > room:
             raise self._unheld(f"{len(tokens)} tokens")
-        return tokens
+        return short, tokens
 
     def _unheld(self, has: str) -> JudgeError:
         return JudgeError(

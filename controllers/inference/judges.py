@@ -24,7 +24,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from controllers.inference.judge_engines import JudgePool
+from controllers.inference.judge_engines import JudgePool, QuestionEncoder
 from gcore.config.reward import JudgeModel, JudgeSpec
 from gcore.config.spec import JobSpec, training_sources
 from gcore.data.renderer import PromptRenderer
@@ -32,6 +32,7 @@ from gcore.errors import DataError, StoreUnavailable
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.transactions import TransactionExecutor, TxnOutcome, Versioned
 from gcore.ledger.usage import NOTHING, JudgeUse, NodeSpent, add_uses, records_to_merge, spend, subtract_uses, use_cost
+from gcore.media.placeholders import PictureRule
 from gcore.observability.metrics import Metrics
 from gcore.reward.judges.external import ExternalJudgeClient, judge_key
 from gcore.reward.judges.judge import Judge
@@ -42,6 +43,7 @@ from gcore.store.keys import JobKeys
 from gcore.store.types import KeyValue, Store
 from gcore.system.clock import Clock
 from gcore.system.concurrency import limit_time
+from gcore.types import PictureRef
 from gcore.worker.sandbox.pool import PoolStatus
 
 REPORT_FACTOR = 10
@@ -407,6 +409,8 @@ def open_judges(
 
     Blocks, because it loads tokenizers. Raises SpecError, DataError.
     """
+    seeing = any(judge.images for judge in spec.judges)
+    picture_text = PictureRule.load(spec.model.path).picture_text if seeing else ""
     return {
         judge.name: Judge.of(
             judge,
@@ -414,16 +418,25 @@ def open_judges(
             counts,
             clock,
             where=f"judges.{number}",
+            picture_text=picture_text,
         )
         for number, judge in enumerate(spec.judges)
     }
 
 
-def judge_renderer(number: int, judge: JudgeSpec, folder: Path) -> PromptRenderer:
-    """Load the renderer that turns questions into tokens for judge number `number` of the spec, which the cluster
-    serves. `folder`: of its model. Blocks. Raises DataError."""
+def judge_encoder(number: int, judge: JudgeSpec, folder: Path) -> QuestionEncoder:
+    """Load what turns questions into tokens for judge number `number` of the spec, which the cluster serves. `folder`:
+    of its model. Blocks. Raises DataError."""
     with blame_judge(number, judge):
-        return PromptRenderer.load(folder, chat=judge.chat, system=judge.system, variables=judge.template_variables)
+        rule = PictureRule.load(folder) if judge.images else None
+        renderer = PromptRenderer.load(
+            folder,
+            chat=judge.chat,
+            system=judge.system,
+            variables=judge.template_variables,
+            picture_text="" if rule is None else rule.picture_text,
+        )
+    return QuestionEncoder(renderer, rule)
 
 
 @contextmanager
@@ -440,6 +453,7 @@ def blame_judge(number: int, judge: JudgeSpec) -> Iterator[None]:
 def _own(number: int, text: str) -> str:
     """Replace the names of the policy's fields in an error message by those of judge number `number`."""
     text = text.replace("or name one in `template`", "or take another model")
+    text = text.replace("or remove data.images", f"or remove judges.{number}.images")
     text = re.sub(r"(?<![\w.])model\.chat\b", f"judges.{number}.chat", text)
     return re.sub(r"(?<![\w.])model\.(path|trust_remote_code|max_length)\b", rf"judges.{number}.model.\1", text)
 
@@ -455,11 +469,11 @@ def _opened(
     if judge.external is not None:
         assert external is not None
         return CountingChatCall(external.asker(number, judge), judge.name, counts)
-    renderer = judge_renderer(number, judge, Path(model.path))
-    limit, pool = model.max_length or renderer.max_length, engines[judge.name]
+    encoder = judge_encoder(number, judge, Path(model.path))
+    limit, pool = model.max_length or encoder.renderer.max_length, engines[judge.name]
     if judge.kind == "classifier":
-        return CountingScoreCall(pool.valuer(renderer, limit), judge.name, counts)
-    return CountingChatCall(pool.asker(renderer, limit), judge.name, counts)
+        return CountingScoreCall(pool.valuer(encoder.renderer, limit), judge.name, counts)
+    return CountingChatCall(pool.asker(encoder, limit), judge.name, counts)
 
 
 class CountingChatCall:
@@ -470,11 +484,13 @@ class CountingChatCall:
         self._judge = judge
         self._counts = counts
 
-    async def __call__(self, question: str, seeds: Sequence[int]) -> tuple[Answer, ...]:
+    async def __call__(
+        self, question: str, seeds: Sequence[int], pictures: tuple[PictureRef, ...] = ()
+    ) -> tuple[Answer, ...]:
         """Forward the question to the client."""
         self._counts.begun(self._judge)
         try:
-            return await self._ask(question, seeds)
+            return await self._ask(question, seeds, pictures)
         finally:
             self._counts.ended(self._judge)
 

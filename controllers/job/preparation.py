@@ -28,6 +28,7 @@ from controllers.changes import ChangeSignal
 from controllers.flow.job_data import JobData, make_job_data
 from controllers.identity import Identity
 from controllers.storage.run_folder import StorageProof, has_own_folder
+from controllers.workers.job_media import JobMedia
 from gcore.config.reward import JudgeModel
 from gcore.config.spec import JobSpec, ModelSpec
 from gcore.data.dataset import DataChanged
@@ -183,6 +184,8 @@ class Preparation:
     report_missing: Callable[[str], None] = lambda reason: None
     """Called with the reason why the node cannot work on the job yet; with an empty one when it can."""
     judges: Callable[[JobSpec], Mapping[str, Judge]] = lambda spec: {}
+    media: JobMedia | None = None
+    """The pictures of the job's prompts; None: they have none."""
 
     async def prepare(self, spec: JobSpec, job: JobRecord) -> JobData | None:
         """Prepare the node, and retry while an error may go away. Return the job's data, whose spec names the models'
@@ -262,7 +265,7 @@ class Preparation:
     def _open(self, spec: JobSpec, job: JobRecord) -> JobData:
         check_unchanged(job, identify_data(spec, self.cache_dir))
         prompts = open_prompts(spec, self.cache_dir, Path(spec.model.path))
-        return make_job_data(spec, job.uid, prompts, self.scorer, self.judges(spec))
+        return make_job_data(spec, job.uid, prompts, self.scorer, self.judges(spec), self.media)
 
     def _is_counted_on(self) -> bool:
         """Whether the job needs this node: the job has no plan yet, or the plan includes the node."""

@@ -26,7 +26,6 @@ from controllers.flow.episodes import EpisodePool, new_episode_pool, new_episode
 from controllers.flow.evaluation import LedgerEvaluations
 from controllers.flow.group_buffer import GroupBuffer
 from controllers.flow.job_data import JobData, rewards_of
-from controllers.flow.job_media import JobMedia
 from controllers.flow.peer import JobPeer
 from controllers.flow.peer_collectives import PeerCollectives
 from controllers.identity import Identity
@@ -55,6 +54,7 @@ from controllers.storage.run_folder import (
 from controllers.telemetry.notices import LiveJob, PluginErrorLog, WarningLog, report_waits
 from controllers.telemetry.run_recorder import JobTelemetry, RunRecorder, start_background_task
 from controllers.workers.blobs import NodeBlobs
+from controllers.workers.job_media import JobMedia
 from controllers.workers.launcher import WorkerLauncher
 from controllers.workers.ranks import RankConnections
 from gcore.api.tls import Connector
@@ -264,9 +264,23 @@ class JobSession(LiveJob):
             told_every=rollout.told_every,
             rows=rollout.batch_slots,
         )
+        self.media: JobMedia | None = None
+        """The media of the job's prompts; None: it has none."""
+        if uses_pictures(spec) and dependencies.blobs is not None:
+            dependencies.blobs.need()
+            self.media = JobMedia(
+                dependencies.blobs,
+                self.uid,
+                self.me,
+                held=self.buffer.refs,
+                worlds=self._needed_worlds,
+                changes=self.changes,
+                warn=lambda sentence: self.warnings.hold(f"blobs-{self.node}", sentence),
+                clock=clock,
+            )
         self.judges = {
             judge.name: JudgePool(
-                spec, judge, self.uid, self.me, self.changes, clock, metrics, dependencies.connect_engine
+                spec, judge, self.uid, self.me, self.changes, clock, metrics, dependencies.connect_engine, self.media
             )
             for judge in spec.judges
             if judge.external is None
@@ -298,20 +312,6 @@ class JobSession(LiveJob):
             group=control_group,
         )
         self.episodes: EpisodePool | None = new_episode_pool(spec, clock, dependencies.errors.note, control_group)
-        self.media: JobMedia | None = None
-        """The media of the job's prompts; None: it has none."""
-        if uses_pictures(spec) and dependencies.blobs is not None:
-            dependencies.blobs.need()
-            self.media = JobMedia(
-                dependencies.blobs,
-                self.uid,
-                self.me,
-                held=self.buffer.refs,
-                worlds=self._needed_worlds,
-                changes=self.changes,
-                warn=lambda sentence: self.warnings.hold(f"blobs-{self.node}", sentence),
-                clock=clock,
-            )
         self.own_folder: LocalRunFolder | None = (
             dependencies.folders.of(job.uid, self.run_dir) if has_own_folder(job) else None
         )
@@ -510,6 +510,7 @@ class JobSession(LiveJob):
             self._rewards,
             report_missing,
             lambda spec: open_judges(spec, self.judges, self._judge_counts, self.dependencies.clock, self.external),
+            self.media,
         )
 
     def _head_version(self) -> Version | None:

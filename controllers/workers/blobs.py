@@ -286,7 +286,7 @@ class NodeBlobs:
         return BlobClient(address or self.address, job, job_key(self._secret, job), self._connections(), self._clock)
 
     async def client_of(self, job: str, node: str) -> BlobClient:
-        """The client of another node's store for one job. Raises StoreUnreachable if that node has none."""
+        """The client of a node's store for one job. Raises StoreUnreachable if the node has none."""
         record = self._nodes().get(node)
         if record is None or not record.blobs:
             raise StoreUnreachable(f"node {node} has no blob store")

@@ -413,6 +413,11 @@ class JudgeSpec(Section):
     template_file: FilePath | None = Field(
         None, description="Jinja file with the template, relative to the spec's folder"
     )
+    images: bool = Field(
+        False,
+        exclude_if=lambda images: not images,
+        description="Show the prompt's pictures to the judge, a vision-language model, where the template has `images` or `prompt`",
+    )
     chat: bool = Field(
         False, description="Apply the tokenizer's chat template to the input; false: the input is plain text"
     )
@@ -487,7 +492,18 @@ class JudgeSpec(Section):
             )
         if self.kind == "classifier":
             self._refuse_for_classifier()
+        if self.images:
+            self._refuse_for_images()
         return self
+
+    def _refuse_for_images(self) -> None:
+        if self.model is None:
+            other = "an external judge gets no pictures" if self.adapter is None else "adapters support no pictures"
+            raise ValueError(f"images needs a judge with a model, and {other}; leave images out")
+        if self.kind == "classifier":
+            raise ValueError("images needs kind: generative, because classifiers read text only; leave images out")
+        for why in lacking(ENGINES, "serving.engine", self.serving.engine, {"images": ("pictures", True)}):
+            raise ValueError(why)
 
     def _refuse_for_classifier(self) -> None:
         if self.model is None:

@@ -90,6 +90,16 @@ def check_pictures(wanted: bool, turns: bool, rollout: RolloutSpec, train: Train
             yield f"data.images is set, and {name} does not support pictures yet; leave one of them out"
 
 
+def check_seeing_judges(wanted: bool, judges: Sequence[JudgeSpec]) -> Iterator[str]:
+    """Check that there are pictures for judges that see them. `wanted`: whether any prompt has pictures."""
+    for number, judge in enumerate(judges):
+        if judge.images and not wanted:
+            yield (
+                f"judges.{number}.images is set, but the prompts have no pictures; set data.images, or leave "
+                f"judges.{number}.images out"
+            )
+
+
 def check_groups(flow: FlowSpec, train: TrainSpec) -> Iterator[str]:
     """Check that groups have enough samples for the estimator, and steps enough groups for their mini-batches."""
     if flow.samples_per_prompt < 2 and train.compares_group:

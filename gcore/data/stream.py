@@ -38,7 +38,7 @@ from gcore.data.tokenizer import ModelTokenizer
 from gcore.errors import DataError, GcoreError
 from gcore.media.picture_index import PictureIndex
 from gcore.media.placeholders import PictureRule
-from gcore.types import Prompt, PromptRef
+from gcore.types import PictureRef, Prompt, PromptRef
 
 _MADE_TO_FIT = {
     False: "Shorten it, filter it with max_prompt_tokens, lower rollout.max_new_tokens",
@@ -114,6 +114,13 @@ class PromptSource:
         if not pictures:
             return Prompt(ref, text, token_ids, fields, self.name)
         return Prompt(ref, text, token_ids, fields, self.name, short_ids=short_ids, pictures=pictures)
+
+    def pictures_of(self, entry: Mapping[str, Any]) -> tuple[PictureRef, ...]:
+        """Return the pictures of an entry of this source. Raises DataError."""
+        if self.pictures is None:
+            return ()
+        placed = self.pictures.place(entry[self.dataset.prompt_field], entry, chat=self.renderer.chat)
+        return self.pictures.refs(placed.names)
 
     def filtered(self, tokens: int) -> str | None:
         """Return why a prompt of this many tokens is filtered; None if it is not."""

@@ -4,6 +4,15 @@ Read `api` first. `scorer` combines all rewards of a job, `pool` runs reward cod
 """
 
 from gcore.config.reward import RewardSpec
-from gcore.reward.api import Response, Reward, RewardError, RewardResult, batch_reward, find_reward
+from gcore.reward.api import PictureFile, Response, Reward, RewardError, RewardResult, batch_reward, find_reward
 
-__all__ = ["Response", "Reward", "RewardError", "RewardResult", "RewardSpec", "batch_reward", "find_reward"]
+__all__ = [
+    "PictureFile",
+    "Response",
+    "Reward",
+    "RewardError",
+    "RewardResult",
+    "RewardSpec",
+    "batch_reward",
+    "find_reward",
+]

@@ -3,7 +3,8 @@
     controller -> process   {"rewards": [[SOURCE, SPEC]...], "memory_mb": 4096}                      once
     process -> controller   {"ready": true, "facts": {"batch_rewards": [REWARD...]}}                 once; REWARD is an index
     controller -> process   [[REWARD, FIELDS, [[TEXT, TOKENS, TRUNCATED, ENVIRONMENT]...], GROUP]...]       a batch of calls;
-                                                                                      null for a response: check FIELDS
+                                                                                      null for a response: check FIELDS;
+                                   [[PATH, SHA256]...] after ENVIRONMENT if the prompt has pictures
     process -> controller   [[VALUE, [[PART, NUMBER]...]] or {"what": ...}...]        per call, in order, several at once
 
 With GROUP true the responses of an item are one call, for a batch reward. Otherwise each response is a call.

@@ -18,13 +18,15 @@ substituted. Exception: a judge's part without weight is left out if the judge f
 from __future__ import annotations
 
 import functools
+import hashlib
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from inspect import Parameter
-from typing import Any, Protocol, TypeVar
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from gcore.config.base import shorten_text
 from gcore.config.reward import RewardPart, RewardSpec
@@ -53,13 +55,22 @@ class RewardError(TracedError):
     """
 
 
+class PictureFile(NamedTuple):
+    """A file with a picture of a prompt, on this machine. `sha256`: of its bytes, 64 hex digits; empty: not known."""
+
+    path: str
+    sha256: str = ""
+
+
 class Response(str):
     """A response's text without special tokens, plus its length in tokens and other facts.
 
     Rewards that need only the text can use it as a plain string.
     """
 
-    __slots__ = ("environment", "tokens", "truncated")
+    __slots__ = ("environment", "files", "tokens", "truncated")
+    files: tuple[PictureFile, ...]
+    """The pictures of its prompt, which `pictures` checks."""
     tokens: int | None
     """Length in tokens, including the end token; None if unknown."""
     truncated: bool
@@ -68,12 +79,34 @@ class Response(str):
     """Reward that the response's environment or agent returned; None if there is none."""
 
     def __new__(
-        cls, text: str, tokens: int | None = None, truncated: bool = False, environment: float | None = None
+        cls,
+        text: str,
+        tokens: int | None = None,
+        truncated: bool = False,
+        environment: float | None = None,
+        files: Iterable[tuple[str, str]] = (),
     ) -> Response:
-        """Create a response from `text` and what else is known about it."""
+        """Create a response from `text` and what else is known about it. `files`: pairs as `PictureFile`."""
         response = super().__new__(cls, text)
         response.tokens, response.truncated, response.environment = tokens, truncated, environment
+        response.files = tuple(PictureFile(*one) for one in files)
         return response
+
+    @property
+    def pictures(self) -> tuple[Path, ...]:
+        """The files of the prompt's pictures on this machine, in the order of the prompt; do not write to them.
+
+        Each access reads them and compares their bytes with the SHA-256. Raises RewardError if one is missing or has
+        changed.
+        """
+        for path, sha256 in self.files:
+            try:
+                found = hashlib.sha256(Path(path).read_bytes()).hexdigest()
+            except OSError as error:
+                raise RewardError(f"cannot read a picture of the prompt ({error.strerror})", where=path) from error
+            if sha256 and found != sha256:
+                raise RewardError("a picture of the prompt has other bytes than its SHA-256 says", where=path)
+        return tuple(Path(path) for path, _ in self.files)
 
 
 @dataclass(frozen=True, slots=True)

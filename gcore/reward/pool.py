@@ -84,8 +84,9 @@ def setup_line(sources: Sequence[str], specs: Sequence[RewardSpec], memory_mb: i
     return encode_line({"rewards": rewards, "memory_mb": memory_mb})
 
 
-_ToldResponse = tuple[str, int | None, bool, float | None]
-"""A response as it is sent: text, length in tokens, whether it was truncated, reward of its environment or agent."""
+_ToldResponse = tuple[Any, ...]
+"""A response as it is sent: text, length in tokens, whether it was truncated, reward of its environment or agent; and if
+its prompt has pictures, path and SHA-256 of each."""
 
 
 def batch_line(calls: Sequence[ScoringCall]) -> bytes:
@@ -97,10 +98,13 @@ def batch_line(calls: Sequence[ScoringCall]) -> bytes:
     for reward, fields, responses, group in calls:
         if group or not items or items[-1][3] or items[-1][0] != reward or items[-1][1] is not fields:
             items.append((reward, fields, [], group))
-        items[-1][2].extend(
-            None if one is None else (one, one.tokens, one.truncated, one.environment) for one in responses
-        )
+        items[-1][2].extend(None if one is None else _told(one) for one in responses)
     return encode_line(items)
+
+
+def _told(response: Response) -> _ToldResponse:
+    told = (response, response.tokens, response.truncated, response.environment)
+    return (*told, response.files) if response.files else told
 
 
 def parse_answer(value: Any, count: int = 1) -> list[Scored]:

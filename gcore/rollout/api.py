@@ -13,11 +13,16 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
+from gcore.errors import EngineError
 from gcore.media.protocol import blob_path
 from gcore.types import Medium, Sample, Version
 
 PauseMode = Literal["abort", "retract", "in_place"]
 """Effect of a pause on running requests: abort them, put them back into the queue, or keep them in place."""
+
+
+class PicturesUnavailable(EngineError):
+    """The blob store of the engine's node could not get a picture of the request. A new request may succeed."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from gcore.reward.judges.types import Answer, ClassifierAnswer, JudgeError, Why
 from gcore.system.clock import Clock
+from gcore.types import PictureRef
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +58,16 @@ class FakeJudge(_Fake):
     ) -> None:
         """`failures`: what each of the first questions raises, None where it is answered. `longest`: tokens of an answer."""
         super().__init__(clock, delay_s, failures)
+        self.shown: list[tuple[PictureRef, ...]] = []
+        """Pictures of each question."""
         self._answer = answer
         self._longest = longest
 
-    async def __call__(self, question: str, seeds: Sequence[int]) -> tuple[Answer, ...]:
+    async def __call__(
+        self, question: str, seeds: Sequence[int], pictures: tuple[PictureRef, ...] = ()
+    ) -> tuple[Answer, ...]:
         """As `ChatCall`."""
+        self.shown.append(pictures)
         await self._begun(question, seeds)
         return tuple(self._written(question, self._answer(question, seed)) for seed in seeds)
 

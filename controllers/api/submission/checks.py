@@ -19,7 +19,8 @@ from pathlib import Path
 
 from controllers.flow.curriculum_orders import check_curriculum
 from controllers.flow.job_data import rewards_of
-from controllers.inference.judges import blame_judge, judge_renderer
+from controllers.inference.judge_engines import QuestionEncoder
+from controllers.inference.judges import blame_judge, judge_encoder
 from gcore.config.capabilities import ENGINES, PICTURE_MODELS
 from gcore.config.load import find_flow
 from gcore.config.reward import Fallback, JudgeSpec
@@ -38,6 +39,7 @@ from gcore.flows.filters import find_filters, try_filters
 from gcore.ledger.records.cluster import ModelConfigs, attention_equals_at
 from gcore.ledger.records.job import NodeRecord
 from gcore.ledger.selection import MOST_BYTES, cursor_bytes, offer_bytes, seal_bytes
+from gcore.media.placeholders import PictureRule
 from gcore.models.adapter_checks import check_adapter
 from gcore.models.checks import check_adapters, check_classifier, check_critic, check_whole, read_config
 from gcore.models.hubs import hub_model
@@ -45,7 +47,7 @@ from gcore.models.layout import adapter_digest
 from gcore.models.resolve import ResolvedModel, resolve_model
 from gcore.observability.tracking import check_trackers
 from gcore.plugins import PluginFault, check_plugin
-from gcore.reward.api import REWARDS, Response, RewardError
+from gcore.reward.api import REWARDS, PictureFile, Response, RewardError
 from gcore.reward.judges.external import judge_key, new_client
 from gcore.reward.judges.parsers import find_parser
 from gcore.reward.judges.template import Question
@@ -252,7 +254,7 @@ class CheckedJudge:
     spec: JudgeSpec
     question: Question
     model: ResolvedModel | None = None
-    renderer: PromptRenderer | None = None
+    encoder: QuestionEncoder | None = None
 
     def check_question(self, prompt: Prompt, source: str) -> None:
         """Check that the judge can score `prompt`, the longest of a source. Raises SpecError."""
@@ -262,10 +264,10 @@ class CheckedJudge:
             question = self.question.between(prompt, "", "") if pairwise else self.question.about(prompt, "")
         except JudgeError as error:
             raise SpecError(error.what, where=where, fix=error.fix) from error
-        if self.renderer is None:
+        if self.encoder is None:
             return
         given = None if self.spec.model is None else self.spec.model.max_length
-        own = self.renderer.max_length
+        own = self.encoder.renderer.max_length
         # SGLang derives its context limit from more of the model's configuration and checks it itself.
         if given is not None and own is not None and given > own and self.spec.serving.engine != "sglang":
             raise SpecError(
@@ -275,13 +277,21 @@ class CheckedJudge:
             )
         limit = given or own
         try:
-            tokens = len(self.renderer.encode(self.renderer.render(question)))
+            pictures = prompt.pictures if self.spec.images else ()
+            short, expanded = self.encoder.encode(question, pictures, None)
         except DataError as error:
             raise SpecError(
                 f"the judge cannot score the longest prompt: {error.what}",
                 where=where,
                 fix=f"Change judges.{self.number}.template, or use a model whose tokenizer accepts it",
             ) from error
+        if prompt.pictures and not pictures and self._placeholder() in short:
+            raise SpecError(
+                "the template shows the judge the tokens of pictures without the pictures",
+                where=where,
+                fix=f"Set judges.{self.number}.images: true, or show fields of the entry instead of the prompt",
+            )
+        tokens = len(expanded)
         classifies = self.spec.kind == "classifier"
         answer = 0 if classifies else self.spec.max_new_tokens
         if limit is not None and tokens + answer >= limit:
@@ -293,6 +303,15 @@ class CheckedJudge:
                 where=where,
                 fix=f"{shorter} data.max_prompt_tokens, shorten the judge's template, or use a judge with a longer context",
             )
+
+    def _placeholder(self) -> int | None:
+        """The token that stands for a picture in questions to the judge; None if its model has none."""
+        if self.model is None:
+            return None
+        try:
+            return PictureRule.load(self.model.folder).placeholder_id
+        except DataError:  # it is no vision-language model
+            return None
 
 
 def check_fallbacks(spec: JobSpec) -> None:
@@ -339,18 +358,19 @@ def check_judges(spec: JobSpec) -> Mapping[str, CheckedJudge]:
 
 def _check_judge(number: int, judge: JudgeSpec, spec: JobSpec) -> CheckedJudge:
     where = f"judges.{number}"
-    question = Question.compile(judge, where)
+    picture_text = PictureRule.load(_policy_folder(spec)).picture_text if judge.images else ""
+    question = Question.compile(judge, where, picture_text)
     find_parser(judge.verdict.parser, f"{where}.verdict.parser")
     check_arguments(judge.serving.engine, judge.serving.engine_args)
     if judge.external is not None:
         new_client(judge, judge_key(judge, os.environ, where))
         return CheckedJudge(number, judge, question)
     if judge.adapter is not None:
-        base = resolve_model(spec.model.path, trust_remote_code=spec.model.trust_remote_code, weights=False).folder
+        base = _policy_folder(spec)
         if hub_model(spec.model.path) is None and base.is_dir():
             with blame_judge(number, judge):
                 check_adapter(Path(judge.adapter), base)
-        return replace(CheckedJudge(number, judge, question), renderer=judge_renderer(number, judge, base))
+        return replace(CheckedJudge(number, judge, question), encoder=judge_encoder(number, judge, base))
     assert judge.model is not None
     with blame_judge(number, judge):
         model = resolve_model(judge.model.path, trust_remote_code=judge.model.trust_remote_code, weights=False)
@@ -358,8 +378,12 @@ def _check_judge(number: int, judge: JudgeSpec, spec: JobSpec) -> CheckedJudge:
             check_whole(model.folder)
         if judge.kind == "classifier":
             check_classifier(read_config(model.folder), where=str(model.folder))
-    renderer = judge_renderer(number, judge, model.folder)
-    return replace(CheckedJudge(number, judge, question), model=model, renderer=renderer)
+    encoder = judge_encoder(number, judge, model.folder)
+    return replace(CheckedJudge(number, judge, question), model=model, encoder=encoder)
+
+
+def _policy_folder(spec: JobSpec) -> Path:
+    return resolve_model(spec.model.path, trust_remote_code=spec.model.trust_remote_code, weights=False).folder
 
 
 def judge_revisions(judges: Mapping[str, CheckedJudge]) -> dict[str, str]:
@@ -596,13 +620,15 @@ def _try_reward(rewards: RewardTrial, checked: CheckedSource, spec: JobSpec) -> 
     entry whose prompt was counted.
 
     Raises PluginFault if the reward fails for all of the few prompts, and for the first entry whose answer it cannot use. Judges are not
-    queried.
+    queried. A reward that opens pictures gets the files of the data, which are not resized.
     """
     source, dataset = checked.opened.source, checked.opened.dataset
     for reward in reward_functions(source.reward, {judge.name: judge for judge in spec.judges}):
         failed: RewardError | None = None
         for index in range(min(len(dataset), REWARDS_TRIED)):
-            result = rewards.score(reward, dataset.entry(index), Response("", 0, environment=0.0))
+            entry = dataset.entry(index)
+            files = [PictureFile(one.path, one.sha256) for one in checked.opened.pictures_of(entry)]
+            result = rewards.score(reward, entry, Response("", 0, environment=0.0, files=files))
             failed = result if isinstance(result, RewardError) else None
             if failed is None:
                 break

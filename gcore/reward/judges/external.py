@@ -38,6 +38,7 @@ from gcore.reward.judges.rate_limit import Budget, FailureStreak, JudgeRequestOb
 from gcore.reward.judges.types import Answer, JudgeAway, JudgeError, JudgeLate
 from gcore.system.clock import Clock
 from gcore.system.concurrency import cancel_all, wait_within
+from gcore.types import PictureRef
 
 SEED_BITS = 31
 """Bits of the seeds that are sent; not every server accepts larger ones."""
@@ -283,8 +284,11 @@ class ExternalJudgeClient:
         """Questions with status 403."""
         self._http = new_client(judge, key, transport)
 
-    async def __call__(self, question: str, seeds: Sequence[int]) -> tuple[Answer, ...]:
-        """Request one answer per seed, each after the rate limiter permits it. Raises JudgeAway, JudgeError."""
+    async def __call__(
+        self, question: str, seeds: Sequence[int], pictures: tuple[PictureRef, ...] = ()
+    ) -> tuple[Answer, ...]:
+        """Request one answer per seed, each after the rate limiter permits it. Raises JudgeAway, JudgeError. `pictures`:
+        none; specs cannot have external judges that see them."""
         # A copy: a concurrent call with the same question may remove the kept answers.
         have = {seed: self._kept[question, seed] for seed in seeds if (question, seed) in self._kept}
         missing = [seed for seed in dict.fromkeys(seeds) if seed not in have]

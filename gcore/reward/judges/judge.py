@@ -17,7 +17,7 @@ the same number of opponents, the group's mean is 0.5. If one order cannot be ju
 a request failed because the judge is unavailable, both responses are unjudged: values must not depend on which engines
 were available.
 
-*Cache.* The same question is not sent twice. Concurrent callers wait for the first caller's verdict. If the first
+*Cache.* The same question, with the same pictures, is not sent twice. Concurrent callers wait for the first caller's verdict. If the first
 caller is cancelled, one of the waiting callers sends the question. If its request fails, each waiting caller sends the
 question. Failures that may be temporary are not cached. The least recently used question is evicted first.
 """
@@ -50,7 +50,7 @@ from gcore.reward.judges.types import (
 )
 from gcore.system.clock import Clock, retry_delay
 from gcore.system.concurrency import gather_or_cancel
-from gcore.types import LARGEST_REWARD, Prompt, PromptRef
+from gcore.types import LARGEST_REWARD, PictureRef, Prompt, PromptRef
 
 LONGEST_EXAMPLE = 200
 """Number of characters of an answer that messages quote."""
@@ -189,9 +189,10 @@ def spec_digest(spec: JudgeSpec) -> bytes:
     return hashlib.blake2b(spec.model_dump_json().encode(), digest_size=16).digest()
 
 
-def question_key(digest: bytes, question: str) -> bytes:
-    """Cache key of a question to the judge whose `spec_digest` is `digest`."""
-    return hashlib.blake2b(digest + question.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+def question_key(digest: bytes, question: str, pictures: Sequence[PictureRef] = ()) -> bytes:
+    """Cache key of a question to the judge whose `spec_digest` is `digest`. `pictures`: those that the question shows."""
+    files = b"".join(bytes.fromhex(one.sha256) for one in pictures)  # their number is that of the marks in the question
+    return hashlib.blake2b(digest + files + question.encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 
 class _End(Enum):
@@ -275,9 +276,9 @@ _EQUAL = Judgement(0.5, 0, 0)
 """Result for two responses with equal text, which are not sent to the judge."""
 
 
-def vote_seed(judge: str, question: str, vote: int) -> int:
+def vote_seed(judge: str, question: str, vote: int, pictures: Sequence[PictureRef] = ()) -> int:
     """Sampling seed of vote number `vote` (63 bits): the same question always gets the same verdict."""
-    named = json.dumps([judge, question, vote]).encode()
+    named = json.dumps([judge, question, vote, *(one.sha256 for one in pictures)]).encode()
     return int.from_bytes(hashlib.blake2b(named, digest_size=8).digest(), "little") >> 1
 
 
@@ -304,16 +305,23 @@ class Judge:
         self._remembered: VerdictCache[Judgement | JudgeError] = VerdictCache(spec.remembered)
         self._in_vain: OrderedDict[PromptRef, set[bytes]] = OrderedDict()
         """Cache keys of the questions that could not be judged, by prompt."""
-        self._once = self._classified if spec.kind == "classifier" else self._written
         self._open = 0
 
     @classmethod
     def of(
-        cls, spec: JudgeSpec, ask: ChatCall | ScoreCall, seen: JudgeObserver, clock: Clock, *, where: str = "judges"
+        cls,
+        spec: JudgeSpec,
+        ask: ChatCall | ScoreCall,
+        seen: JudgeObserver,
+        clock: Clock,
+        *,
+        where: str = "judges",
+        picture_text: str = "",
     ) -> Judge:
-        """Create the judge from its section of the spec; `where` is the section's key in messages. Raises SpecError."""
+        """Create the judge from its section of the spec; `where` is the section's key in messages. `picture_text`: as of
+        `Question.compile`. Raises SpecError."""
         parser = find_parser(spec.verdict.parser, f"{where}.verdict.parser")
-        return cls(spec, Question.compile(spec, where), parser, ask, seen, clock)
+        return cls(spec, Question.compile(spec, where, picture_text), parser, ask, seen, clock)
 
     @property
     def is_full(self) -> bool:
@@ -377,9 +385,10 @@ class Judge:
         return await self._judged(prompt, self._question.between(prompt, first, second))
 
     async def _judged(self, prompt: Prompt, question: str) -> Judgement:
-        key = question_key(self._digest, question)
+        pictures = prompt.pictures if self.spec.images else ()
+        key = question_key(self._digest, question, pictures)
         judged = await self._remembered.get(
-            key, lambda: self._settled(question), lambda: self._seen.remembered(self.spec.name)
+            key, lambda: self._settled(question, pictures), lambda: self._seen.remembered(self.spec.name)
         )
         if isinstance(judged, Judgement):
             return judged
@@ -388,10 +397,12 @@ class Judge:
             self.forget(next(iter(self._in_vain)))
         raise type(judged)(judged.what, where=judged.where, fix=judged.fix, trace=judged.trace) from judged.__cause__
 
-    async def _settled(self, question: str) -> Judgement | JudgeError:
+    async def _settled(self, question: str, pictures: tuple[PictureRef, ...]) -> Judgement | JudgeError:
         """Send the question; return its verdict, or an error that a retry would not change. Raises JudgeAway."""
         try:
-            return await self._once(question)
+            if self.spec.kind == "classifier":
+                return await self._classified(question)
+            return await self._written(question, pictures)
         except JudgeAway:
             raise
         except JudgeError as error:
@@ -403,10 +414,10 @@ class Judge:
         for key in self._in_vain.pop(ref, ()):
             self._remembered.forget(key)
 
-    async def _written(self, question: str) -> Judgement:
+    async def _written(self, question: str, pictures: tuple[PictureRef, ...]) -> Judgement:
         ask = cast(ChatCall, self._ask)
-        seeds = [vote_seed(self.spec.name, question, vote) for vote in range(self.spec.votes)]
-        began, answers = await self._tried(lambda: self._answers(ask, question, seeds))
+        seeds = [vote_seed(self.spec.name, question, vote, pictures) for vote in range(self.spec.votes)]
+        began, answers = await self._tried(lambda: self._answers(ask, question, seeds, pictures))
         tokens_in, tokens_out = sum(a.tokens_in for a in answers), sum(a.tokens_out for a in answers)
         self._seen.asked(self.spec.name, self._clock.monotonic() - began, tokens_in, tokens_out)
         votes = read_answers(answers, lambda answer: self._parser(answer, self.spec.verdict))
@@ -415,8 +426,10 @@ class Judge:
                 self._seen.unreadable(self.spec.name, vote.example, vote.reason)
         return self._told(average_votes(votes))
 
-    async def _answers(self, ask: ChatCall, question: str, seeds: Sequence[int]) -> tuple[Answer, ...]:
-        answers = await ask(question, seeds)
+    async def _answers(
+        self, ask: ChatCall, question: str, seeds: Sequence[int], pictures: tuple[PictureRef, ...]
+    ) -> tuple[Answer, ...]:
+        answers = await ask(question, seeds, pictures)
         if len(answers) != len(seeds):
             raise JudgeError(f"judge {self.spec.name!r} returned {len(answers)} answers; {len(seeds)} were requested")
         return answers

@@ -19,7 +19,7 @@ question.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ from jinja2.visitor import NodeTransformer
 from gcore.config.reward import LONGEST_TEMPLATE, JudgeSpec
 from gcore.data.templates import FOREIGN_FAILURES, UNCOMPILED, Sandbox, template_problem
 from gcore.errors import SpecError, did_you_mean
-from gcore.reward.judges.types import JudgeError, Unjudgeable
+from gcore.reward.judges.types import IMAGE_MARK, JudgeError, Unjudgeable
 from gcore.types import Prompt
 
 LONGEST_TEXT = 1_000_000
@@ -417,20 +417,23 @@ RESPONSES = {"pointwise": ("response",), "pairwise": ("first", "second")}
 class Question:
     """Renders one judge's questions from its template. Create it with `Question.compile`. Stateless."""
 
-    def __init__(self, template: jinja2.Template, judge: str) -> None:
+    def __init__(self, template: jinja2.Template, judge: str, images: bool, picture_text: str) -> None:
         self._template = template
         self._judge = judge
+        self._images = images
+        self._picture_text = picture_text
 
     @classmethod
-    def compile(cls, spec: JudgeSpec, where: str) -> Question:
-        """Compile the judge's template. `where`: name of the judge's section in messages. Raises SpecError."""
+    def compile(cls, spec: JudgeSpec, where: str, picture_text: str = "") -> Question:
+        """Compile the judge's template. `where`: name of the judge's section in messages. `picture_text`: text of a
+        picture in the prompts of the policy, in the place of which a judge with `images` sees it. Raises SpecError."""
         source, where = _source(spec, where)
         sandbox = BoundedSandbox()
         try:
             tree = sandbox.parse(source)
             asked = find_undeclared_variables(tree) - set(sandbox.globals)
-            _check_names(tree, asked, RESPONSES[spec.mode], where)
-            return cls(sandbox.bounded(tree), spec.name)
+            _check_names(tree, asked, spec, where)
+            return cls(sandbox.bounded(tree), spec.name, spec.images, picture_text)
         except UNCOMPILED as error:
             raise SpecError(
                 f"the template is not valid ({template_problem(error)})", where=where, fix="Correct it"
@@ -445,7 +448,9 @@ class Question:
         return self._rendered(prompt, {"first": str(first), "second": str(second)})
 
     def _rendered(self, prompt: Prompt, responses: dict[str, str]) -> str:
-        given = {"prompt": prompt.text, "fields": prompt.fields, **responses, **BoundedSandbox.turns()}
+        given: dict[str, Any] = {"prompt": prompt.text, "fields": prompt.fields, **responses, **BoundedSandbox.turns()}
+        if self._images:
+            given |= self._seen(prompt, responses)
         pieces, length = [], 0
         try:
             for piece in self._template.generate(given):
@@ -460,7 +465,23 @@ class Question:
                 f"the template of judge {self._judge!r} cannot be rendered for the entry ({said})",
                 fix="Change the template, or the data",
             ) from error
-        return "".join(pieces)
+        question = "".join(pieces)
+        if self._images and (shown := question.count(IMAGE_MARK)) != len(prompt.pictures):
+            raise JudgeError(
+                f"the template of judge {self._judge!r} shows {shown} pictures, but the prompt has {len(prompt.pictures)}",
+                fix="Show each picture once: by {{ images }}, or by {{ prompt }}, which has them in their places",
+            )
+        return question
+
+    def _seen(self, prompt: Prompt, responses: Mapping[str, str]) -> dict[str, str]:
+        """The template's variables for a judge that sees pictures: `images` and `prompt` have a mark for each picture,
+        and nothing else has one."""
+        given = {
+            name: text.replace(IMAGE_MARK, "\ufffd") for name, text in (("prompt", prompt.text), *responses.items())
+        }
+        if self._picture_text:
+            given["prompt"] = given["prompt"].replace(self._picture_text, IMAGE_MARK)
+        return given | {"images": IMAGE_MARK * len(prompt.pictures)}
 
 
 def _source(spec: JudgeSpec, where: str) -> tuple[str, str]:
@@ -481,12 +502,11 @@ def _source(spec: JudgeSpec, where: str) -> tuple[str, str]:
     return text, str(path)
 
 
-def _check_names(tree: nodes.Template, asked: set[str], responses: tuple[str, ...], where: str) -> None:
-    """Raise SpecError unless the template uses only known names and outputs the responses.
-
-    `asked`: names that the template uses. `responses`: names of the variables that hold the responses.
-    """
-    known = ("prompt", *responses, "fields")
+def _check_names(tree: nodes.Template, asked: set[str], spec: JudgeSpec, where: str) -> None:
+    """Raise SpecError unless the template uses only known names and outputs the responses, and the pictures if the judge
+    sees them. `asked`: names that the template uses."""
+    responses = RESPONSES[spec.mode]
+    known = ("prompt", *responses, "fields", *["images"] * spec.images)
     for name in sorted(asked - set(known)):
         line = next((node.lineno for node in tree.find_all(nodes.Name) if node.name == name), 1)
         raise SpecError(
@@ -498,6 +518,12 @@ def _check_names(tree: nodes.Template, asked: set[str], responses: tuple[str, ..
     for name in responses:
         if name not in shown:
             raise SpecError(f"the template does not show {name!r}", where=where, fix=f"Add {{{{ {name} }}}} to it")
+    if spec.images and shown.isdisjoint({"images", "prompt"}):
+        raise SpecError(
+            "the judge has images: true, but its template does not show the pictures",
+            where=where,
+            fix="Add {{ images }}, or {{ prompt }}, which has them in their places",
+        )
 
 
 def _shown(node: nodes.Node) -> Iterator[nodes.Node]:

@@ -11,6 +11,10 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from gcore.errors import EngineError, EngineLate, GcoreError, TracedError
+from gcore.types import PictureRef
+
+IMAGE_MARK = "\ufdd0"
+"""Stands for a picture in a question: a code point that Unicode reserves for the internal use of programs."""
 
 
 class JudgeError(TracedError):
@@ -74,9 +78,13 @@ class ChatCall(Protocol):
     An external judge's client measures `timeout_s` itself, because the wait for the rate limit does not count.
     """
 
-    async def __call__(self, question: str, seeds: Sequence[int]) -> tuple[Answer, ...]:
+    async def __call__(
+        self, question: str, seeds: Sequence[int], pictures: tuple[PictureRef, ...] = ()
+    ) -> tuple[Answer, ...]:
         """Send the question; return one answer per seed. Raises JudgeAway if the judge is unavailable, JudgeError if a
         retry will not help.
+
+        `pictures`: those that the question shows, one for each `IMAGE_MARK` in it.
         """
         ...
 

@@ -99,6 +99,50 @@ def check_people_can_see_pictures(outcome: Outcome, home: Path) -> None:
     assert (audit["steps"], audit["violations"]) == (STEPS, [])
 
 
+REWARD = """
+from PIL import Image
+
+def score(response, fields):
+    shown = [Image.open(path) for path in response.pictures]
+    assert len(shown) == len(fields["images"]) and all(one.mode == "RGB" for one in shown)
+    return 1.0
+
+def parse(answer, spec):
+    return 0.25
+"""
+
+
+def test_a_judge_on_one_node_and_rewards_of_all_nodes_see_the_pictures(spec: Path, tmp_path: Path) -> None:
+    make_tiny_vision_model(tmp_path / "judge", seed=2)
+    settings = tmp_path / "judge" / "preprocessor_config.json"
+    small = {"size": {"shortest_edge": 256, "longest_edge": 256}}  # the judge sees pictures of another size
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | small))
+    (tmp_path / "seeing.py").write_text(REWARD)
+    tree = yaml.safe_load(spec.read_text())
+    judge = {
+        "name": "eye",
+        "model": {"path": str(tmp_path / "judge")},
+        "images": True,
+        "template": "{{ prompt }}{{ response }}",
+        "max_new_tokens": 2,
+        "verdict": {"parser": "seeing.py:parse"},
+        "serving": {"replicas": 1},
+    }
+    tree["judges"] = [judge]
+    tree["reward"] = [{"judge": "eye"}, {"file": "seeing.py:score", "label": "opened"}]
+    tree["flow"]["steps"] = 2
+    spec.write_text(yaml.safe_dump(tree))
+    home = tmp_path / "home"
+    run = ClusterRun(spec, home)
+    try:
+        check(run.wait(), home)
+    finally:
+        run.close()
+    (records,) = home.glob("runs/*/metrics.jsonl")
+    steps = [one["metrics"] for one in map(json.loads, records.read_text().splitlines()) if one["kind"] == "step"]
+    assert [(one["reward_part/eye"], one["reward_part/opened"]) for one in steps] == [(0.25, 1.0)] * 2
+
+
 def test_a_run_with_pictures_survives_kills_of_a_controller_a_rank_and_a_store(spec: Path, tmp_path: Path) -> None:
     home = tmp_path / "home"
     run = ClusterRun(spec, home)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import os
 import re
 import resource
@@ -59,6 +60,8 @@ def score(response, fields, spec):
         return RewardResult(threading.current_thread() is threading.main_thread())
     if word == "modules":
         return RewardResult(sum(name.split(".")[0] in ("torch", "grpc", "transformers", "controllers") for name in sys.modules))
+    if word == "pictures":
+        return RewardResult(sum(len(path.read_bytes()) for path in response.pictures), (("count", len(response.files)),))
     if word == "tokens":
         return RewardResult(response.tokens, (("truncated", response.truncated),))
     return RewardResult(len(response) + fields.get("bonus", 0), (("letters", len(response)),))
@@ -124,6 +127,21 @@ async def test_a_reward_knows_how_many_tokens_a_response_has_and_whether_it_was_
     async with opened() as pool:
         (result,) = await pool.score(pool.spec, {}, [Response("tokens", 7, True)])  # type: ignore[attr-defined]
         assert result == RewardResult(7.0, (("truncated", 1.0),))
+
+
+async def test_a_reward_opens_the_pictures_of_the_prompt_with_verified_bytes(opened: Opened, tmp_path: Path) -> None:
+    path = tmp_path / "picture"
+    path.write_bytes(b"pixels")
+    files = [(str(path), hashlib.sha256(b"pixels").hexdigest())]
+    changed, gone = [(str(path), "ab" * 32)], [(str(tmp_path / "gone"), "")]
+    async with opened() as pool:
+        given = [Response("pictures", files=one) for one in (files, files * 2, (), changed, gone)]
+        results = await pool.score(pool.spec, {}, given)  # type: ignore[attr-defined]
+        assert [one.value for one in results[:3] if isinstance(one, RewardResult)] == [6, 12, 0]
+        assert [one.what for one in results[3:] if isinstance(one, RewardError)] == [
+            "a picture of the prompt has other bytes than its SHA-256 says",
+            "cannot read a picture of the prompt (No such file or directory)",
+        ]
 
 
 async def test_timed_out_reward_has_the_configured_value_and_a_part_that_says_so(opened: Opened) -> None:

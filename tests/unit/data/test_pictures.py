@@ -296,6 +296,15 @@ def test_a_model_that_cannot_see_is_refused_before_data_are_read(
     assert folder.first(images=None).token_ids
 
 
+def test_the_pictures_of_an_entry_are_those_of_its_prompt(folder: Folder) -> None:
+    folder.write({"prompt": "<image>Hi<image>", "images": ["a.png", "b.jpg"]}, {"prompt": "Hi"})
+    source = folder.open().stream.sources[0]
+    seen, blind = (source.pictures_of(source.dataset.entry(number)) for number in range(2))
+    assert seen == source.prompt(0, PromptRef(0, 0, 0)).pictures
+    assert [Path(one.path).name for one in seen] == ["a.png", "b.jpg"]
+    assert blind == ()
+
+
 # --- spec
 
 

@@ -191,7 +191,7 @@ async def test_an_entry_that_the_template_does_not_take_is_told_and_nothing_is_a
 
 
 async def test_too_few_answers_are_an_error() -> None:
-    async def mute(question: str, seeds: Sequence[int]) -> tuple[Any, ...]:
+    async def mute(question: str, seeds: Sequence[int], pictures: Any) -> tuple[Any, ...]:
         return ()
 
     with pytest.raises(JudgeError, match="returned 0 answers; 1 were requested"):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import contextlib
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -18,14 +20,14 @@ from gcore.config.spec import training_sources
 from gcore.data.stream import PromptStream
 from gcore.errors import EngineError, EngineUnreachable, SpecError
 from gcore.plugins import plugin_trace
-from gcore.reward.api import Response, RewardError, RewardResult, Scored
+from gcore.reward.api import PictureFile, Response, RewardError, RewardResult, Scored
 from gcore.reward.judges.judge import Judge, Judgement
 from gcore.reward.judges.parsers import CheckedParser
 from gcore.reward.judges.types import JudgeAway, JudgeError
 from gcore.reward.pool import DirectScorer
 from gcore.reward.scorer import ResponseNotJudged, Scorer, reward_functions
 from gcore.testing import FakeClock
-from gcore.types import Prompt, PromptRef, Sample, Version, VersionSpan
+from gcore.types import PictureRef, Prompt, PromptRef, Sample, Version, VersionSpan
 
 PROMPT = Prompt(PromptRef(0, 0, 0), "6*7=", (1,), {"answer": "42"})
 HEAD = Version(0, 0)
@@ -69,9 +71,9 @@ class Court:
         shown = [Response(text, 1) for text in responses]
         return await self.clock.run(self.rewards.score(self.spec.reward, PROMPT, shown))
 
-    def pipeline(self) -> SourcePipeline:
+    def pipeline(self, media: Any = None) -> SourcePipeline:
         (source,) = training_sources(self.spec)
-        return SourcePipeline(source, sampling_of(self.spec, source), self.rewards)
+        return SourcePipeline(source, sampling_of(self.spec, source), self.rewards, media)
 
 
 def sample(text: str) -> Sample:
@@ -84,6 +86,34 @@ async def test_a_judge_alone_is_the_reward_and_shown_under_its_name() -> None:
         RewardResult(1.0, (("tutor", 1.0),)),
         RewardResult(0.0, (("tutor", 0.0),)),
     )
+
+
+async def test_responses_have_the_files_of_their_prompts_pictures_while_they_are_scored(tmp_path: Path) -> None:
+    path = tmp_path / "picture"
+    path.write_bytes(b"42")
+    picture = PictureRef("/data/a.png", "ab" * 32, 1, 1, 1, 1)
+    held: list[str] = []
+
+    class Media:
+        @contextlib.asynccontextmanager
+        async def files(self, prompt: Prompt) -> AsyncIterator[tuple[PictureFile, ...]]:
+            held.append(prompt.text)
+            yield (PictureFile(str(path)),)
+            held.append("released")
+
+    class Rules:
+        async def warm(self) -> None: ...
+
+        async def score(self, spec: Any, fields: Any, responses: Sequence[Response]) -> tuple[Scored, ...]:
+            assert "released" not in held
+            return tuple(RewardResult(float(one.pictures[0].read_bytes() == one.encode())) for one in responses)
+
+    court = Court(job({"name": "exact"}))
+    court.rewards = Scorer(Rules(), {})
+    shown = replace(PROMPT, pictures=(picture,))
+    results = await court.clock.run(court.pipeline(Media()).scored(shown, [sample("42"), sample("7")]))
+    assert [one.value for one in results] == [1.0, 0.0]
+    assert held == [PROMPT.text, "released"]
 
 
 async def test_judges_and_functions_are_composed_as_any_parts() -> None:

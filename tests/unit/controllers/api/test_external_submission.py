@@ -37,7 +37,7 @@ def test_without_its_key_a_job_is_refused_with_the_variables_name(monkeypatch: p
     assert raised.value.where == "judges.0.external.key_env"
     monkeypatch.setenv(KEY, "sk-x")
     assert check_judges(spec(key_env=KEY))["far"].model is None
-    assert check_judges(spec())["far"].renderer is None
+    assert check_judges(spec())["far"].encoder is None
 
 
 def test_a_key_that_stands_where_its_variables_name_belongs_is_not_shown() -> None:

@@ -14,14 +14,14 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from controllers.api.submission.checks import CheckedJudge, check_fallbacks, check_judges
 from controllers.changes import ChangeSignal
-from controllers.inference.judge_engines import JUDGE_RETRY_S, JudgePool
+from controllers.inference.judge_engines import JUDGE_RETRY_S, JudgePool, QuestionEncoder
 from controllers.inference.judges import (
     LEAST_UNREADABLE,
     READABLE,
     REPORT_FACTOR,
     JudgeMetricsObserver,
     answers_of_a_step,
-    judge_renderer,
+    judge_encoder,
     open_judges,
 )
 from controllers.inference.pool import HEALTH_CHECK_S
@@ -296,7 +296,7 @@ async def test_an_engine_that_gives_up_on_a_question_is_asked_again(spec: JobSpe
     court = Court(spec, "a")
     await court.meet()
     court.engines["a"].reason = {"type": "abort"}
-    asker = court.book.asker(judge_renderer(0, spec.judges[0], tmp_path), None)
+    asker = court.book.asker(judge_encoder(0, spec.judges[0], tmp_path), None)
     with pytest.raises(JudgeAway, match="aborted the request"):
         await asker("1 2", [0])
     await court.book.close()
@@ -310,18 +310,18 @@ async def test_a_question_that_does_not_fit_the_judges_context_is_refused_before
     with pytest.raises(JudgeError, match="more than the 8 of the judge's context"):
         await court.value("1 1 1 1")
     with pytest.raises(JudgeError, match=r"more than \d+ tokens, and with max_new_tokens .2. more than the 8 of"):
-        await court.book.asker(judge_renderer(0, spec.judges[0], tmp_path), 8)("1 " * 500_000, [0])
+        await court.book.asker(judge_encoder(0, spec.judges[0], tmp_path), 8)("1 " * 500_000, [0])
     assert court.engines["a"].asked == []
     await court.book.close()
 
 
 def test_a_judge_whose_folder_is_no_model_says_which_judge_it_is(spec: JobSpec, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="does not exist") as caught:
-        judge_renderer(0, spec.judges[0], tmp_path / "gone")
+        judge_encoder(0, spec.judges[0], tmp_path / "gone")
     assert caught.value.where == f"judges.0 ('tutor'), {tmp_path / 'gone'}"
     assert caught.value.fix == "Name an existing folder in judges.0.model.path"
     with pytest.raises(DataError, match="no chat template") as caught:
-        judge_renderer(1, spec.judges[0].model_copy(update={"chat": True}), tmp_path)
+        judge_encoder(1, spec.judges[0].model_copy(update={"chat": True}), tmp_path)
     assert caught.value.fix == (
         "Set judges.1.chat: false, put a chat_template.jinja into the folder, or take another model"
     )
@@ -332,7 +332,7 @@ def test_unaskable_question_names_the_judges_fields(spec: JobSpec) -> None:
 
     def checked(encode: Any) -> CheckedJudge:
         renderer: Any = SimpleNamespace(render=lambda question: question, encode=encode, max_length=8)
-        return CheckedJudge(0, judge, Question.compile(judge, "judges.0"), None, renderer)
+        return CheckedJudge(0, judge, Question.compile(judge, "judges.0"), None, QuestionEncoder(renderer, None))
 
     def mute(text: str) -> Any:
         raise DataError("the model's tokenizer cannot say 'Y'", fix="Remove what is not in its vocabulary")

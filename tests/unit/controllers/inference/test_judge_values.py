@@ -323,7 +323,7 @@ async def test_without_an_engine_a_question_waits(folder: Path) -> None:
 
 
 def test_a_model_without_a_head_of_one_number_is_refused_at_submission(folder: Path, tmp_path: Path) -> None:
-    assert check_judges(spec_of(folder))["taste"].renderer is not None
+    assert check_judges(spec_of(folder))["taste"].encoder is not None
     with pytest.raises(ModelError, match=r"^judges\.0 \('taste'\), .*head \(config\.json has Qwen3ForCausalLM\)"):
         check_judges(spec_of(make_tiny_model(tmp_path)))
 

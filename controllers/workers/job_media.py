@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,8 @@ from controllers.workers.blobs import NodeBlobs
 from gcore.errors import DataError, EngineError, EngineUnreachable, GcoreError
 from gcore.media.pictures import PictureError
 from gcore.media.protocol import Blob, StoreUnreachable
-from gcore.rollout.api import RequestPictures
+from gcore.reward.api import PictureFile
+from gcore.rollout.api import PicturesUnavailable, RequestPictures
 from gcore.system.clock import Clock, retry_delay
 from gcore.system.concurrency import cancel_all, gather_or_cancel
 from gcore.types import Medium, PictureRef, Prompt, PromptRef
@@ -40,7 +42,7 @@ STORE_TRIES = 6
 """Number of tries to reach the store of an engine's node. Together they outlast the restart of a daemon, whose store ends
 with it. Meanwhile the engine counts as busy, so that other engines get other requests."""
 
-AGAIN = "The prompt is sampled again"
+AGAIN = "The request is sent again"
 
 Pictures = tuple[PictureRef, ...]
 
@@ -75,18 +77,38 @@ class JobMedia:
         """By pictures: the task that makes their blobs, kept as long as a held prompt has them."""
         self._prompts: dict[PromptRef, Pictures] = {}
         """The pictures of prompts that are trained."""
+        self._used: Counter[Pictures] = Counter()
+        """How often pictures are in use beside that."""
 
     async def of(self, prompt: Prompt) -> tuple[Medium, ...]:
         """The media of a prompt; the store makes their blobs at the first call. Raises EngineError if it cannot, and
         PictureError if a picture has changed or is damaged.
         """
-        pictures = prompt.pictures
+        return await self._of_pictures(prompt.pictures)
+
+    async def _of_pictures(self, pictures: Pictures) -> tuple[Medium, ...]:
         if not pictures:
             return ()
         task = self._making.get(pictures)
         if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
-            task = self._making[pictures] = asyncio.create_task(self._make(pictures), name=f"media {prompt.ref}")
+            task = self._making[pictures] = asyncio.create_task(self._make(pictures), name=f"media {pictures[0].path}")
         return await asyncio.shield(task)
+
+    @contextlib.asynccontextmanager
+    async def in_use(self, pictures: Pictures) -> AsyncIterator[tuple[Medium, ...]]:
+        """Yield the media of pictures; their blobs stay pinned until the block ends. Raises as `of`."""
+        self._used[pictures] += 1
+        try:
+            yield await self._of_pictures(pictures)
+        finally:
+            self._used[pictures] -= 1
+            self._used += Counter()  # drops those that are no longer in use
+
+    @contextlib.asynccontextmanager
+    async def files(self, prompt: Prompt) -> AsyncIterator[tuple[PictureFile, ...]]:
+        """Yield the files of a prompt's pictures on this node, which stay there until the block ends. Raises as `of`."""
+        async with self.in_use(prompt.pictures) as media:
+            yield tuple(PictureFile(str(self.folder / one.sha256[:2] / one.sha256), one.sha256) for one in media)
 
     async def in_request(self, prompt: Prompt, *, trained: bool) -> RequestPictures:
         """The pictures of a prompt as a request to an engine names them. Raises EngineError. `trained`: whether their
@@ -95,13 +117,19 @@ class JobMedia:
         if trained:
             self._prompts[prompt.ref] = prompt.pictures
         media = await self.of(prompt)
-        provide = partial(self._provide, prompt.pictures, media)
-        return RequestPictures(media, len(prompt.short_ids), prompt.token_ids, provide)
+        return self.name_pictures(prompt.pictures, media, len(prompt.short_ids), prompt.token_ids)
+
+    def name_pictures(
+        self, pictures: Pictures, media: tuple[Medium, ...], short: int, token_ids: tuple[int, ...]
+    ) -> RequestPictures:
+        """Return pictures as a request to an engine names them. `media`: their blobs. `short`, `token_ids`: as in
+        `RequestPictures`."""
+        return RequestPictures(media, short, token_ids, partial(self._provide, pictures, media))
 
     async def _provide(self, pictures: Pictures, media: tuple[Medium, ...], node: str) -> str:
         """Let the store of an engine's node fetch blobs from the store of this node, and return their folder there.
 
-        Raises EngineUnreachable if that store does not answer, and EngineError if it could not get a blob.
+        Raises EngineUnreachable if that store does not answer, and PicturesUnavailable if it could not get a blob.
         """
         if node == self._blobs.node:
             return str(self._blobs.job_folder(self._uid))
@@ -121,7 +149,7 @@ class JobMedia:
             self._making.pop(pictures, None)  # so that this node's store makes them again
         for blob in (*found.unavailable, *found.failed):
             why = found.failed.get(blob) or f"{self._blobs.node} does not have it"
-            raise EngineError(f"{node} could not fetch picture {blob} ({why})", fix=AGAIN)
+            raise PicturesUnavailable(f"{node} could not fetch picture {blob} ({why})", fix=AGAIN)
         return found.folder
 
     async def _fetch(self, media: tuple[Medium, ...], node: str) -> BlobFetch:
@@ -183,7 +211,7 @@ class JobMedia:
             await self._clock.sleep(RENEW_S)
             held = set(self._held())
             self._prompts = {ref: pictures for ref, pictures in self._prompts.items() if ref in held}
-            needed = set(self._prompts.values())
+            needed = {*self._prompts.values(), *self._used}
             gone = [pictures for pictures, task in self._making.items() if pictures not in needed and task.done()]
             dropped = self._names(self._making.pop(pictures) for pictures in gone)
             kept = self._names(task for task in self._making.values() if task.done())

@@ -19,8 +19,8 @@ from prometheus_client import generate_latest
 from controllers.changes import ChangeSignal
 from controllers.flow.group_buffer import GroupBuffer
 from controllers.flow.job_data import JobData
-from controllers.flow.job_media import RENEW_S, REPORT_S, JobMedia
 from controllers.workers.blobs import SLOW_S, TROUBLE_S, NodeBlobs, StoreProblems, counter_increase
+from controllers.workers.job_media import RENEW_S, REPORT_S, JobMedia
 from gcore.config.node import NodeConfig
 from gcore.config.train import TrainSpec
 from gcore.errors import DataError, EngineError, EngineUnreachable
@@ -29,6 +29,7 @@ from gcore.media.pictures import PictureError
 from gcore.media.placeholders import PictureRule
 from gcore.media.protocol import Blob, StoreFull, StoreUnreachable
 from gcore.observability.metrics import Metrics
+from gcore.reward.api import PictureFile
 from gcore.system.clock import Clock
 from gcore.system.concurrency import cancel_all
 from gcore.testing import FakeClock, MemoryCluster, MemoryStore, PerfectNetwork
@@ -365,3 +366,31 @@ async def test_a_store_that_does_not_answer_sends_the_request_to_another_engine(
     else:
         with pytest.raises(kind):
             await request
+
+
+async def test_pins_last_while_pictures_are_in_use() -> None:
+    client, clock = StoreClient(), FakeClock()
+    media = media_of(client, set(), clock)
+    running = asyncio.create_task(media.run())
+    try:
+        async with media.in_use((PICTURE,)) as made:
+            assert made == (MEDIUM,)
+            await clock.advance(RENEW_S + 1)
+            assert (client.pinned, client.unpinned) == ([[MEDIUM.sha256]], [])
+        await clock.advance(RENEW_S + 1)
+        assert client.unpinned == [[MEDIUM.sha256]]
+    finally:
+        running.cancel()
+
+
+async def test_the_files_of_a_prompt_are_blobs_of_this_node_that_are_in_use() -> None:
+    client, clock = StoreClient(), FakeClock()
+    media = media_of(client, set(), clock)
+    running = asyncio.create_task(media.run())
+    try:
+        async with media.files(prompt()) as files:
+            assert files == (PictureFile(f"/here/job/cd/{MEDIUM.sha256}", MEDIUM.sha256),)
+            await clock.advance(RENEW_S + 1)
+            assert not client.unpinned
+    finally:
+        running.cancel()

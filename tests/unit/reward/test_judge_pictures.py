@@ -1,0 +1,166 @@
+"""Judges that see pictures: where their questions show them, and what tells two questions apart."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from fake_judges import FakeJudge, RecordingObserver
+
+from gcore.config import parse_spec
+from gcore.config.reward import JudgeSpec
+from gcore.errors import SpecError
+from gcore.reward.judges.judge import Judge, question_key, spec_digest, vote_seed
+from gcore.reward.judges.template import Question
+from gcore.reward.judges.types import IMAGE_MARK as M
+from gcore.reward.judges.types import JudgeError
+from gcore.testing import FakeClock
+from gcore.types import PictureRef, Prompt, PromptRef
+
+WRITTEN = "<start><pad><end>"
+"""A picture in a prompt of the policy."""
+
+
+def picture(number: int) -> PictureRef:
+    return PictureRef(f"/data/{number}.png", f"{number:064x}", 32, 32, 32, 32)
+
+
+def prompt(*numbers: int, number: int = 0) -> Prompt:
+    text = "".join(f"{n}: {WRITTEN} " for n in range(len(numbers))) + "red?"
+    pictures = tuple(map(picture, numbers))
+    return Prompt(PromptRef(0, 0, number), text, (1,), {"question": "red?", "trap": M}, pictures=pictures)
+
+
+def spec(template: str = "{{ images }}{{ response }}", **more: Any) -> JudgeSpec:
+    told = {"name": "eye", "model": {"path": "m"}, "images": True, "template": template}
+    return JudgeSpec.model_validate(told | more)
+
+
+def question(template: str, shown: Prompt, response: str = "3") -> str:
+    return Question.compile(spec(template), "judges.0", WRITTEN).about(shown, response)
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        ("{{ images }}{{ fields.question }}{{ response }}?", f"{M}{M}red?3?"),
+        ("{{ prompt }}{{ response }}?", f"0: {M} 1: {M} red?3?"),
+        (
+            "{% for image in images %}Picture {{ loop.index }}: {{ image }}\n{% endfor %}{{ response }}",
+            f"Picture 1: {M}\nPicture 2: {M}\n3",
+        ),
+        ("{{ images|length }} {{ images }} {{ response }}", f"2 {M}{M} 3"),
+    ],
+)
+def test_a_template_shows_the_pictures_of_the_prompt(template: str, text: str) -> None:
+    assert question(template, prompt(1, 2)) == text
+
+
+def test_a_prompt_without_pictures_shows_none() -> None:
+    assert question("{{ images }}{{ response }}", prompt()) == "3"
+
+
+def test_a_response_cannot_add_a_picture() -> None:
+    assert question("{{ images }}{{ response }}", prompt(1), f"a{M}b") == f"{M}a\ufffdb"
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ images }}{{ prompt }}{{ response }}",
+        "{{ images[0] }}{{ response }}",
+        "{{ images }}{{ fields.trap }}{{ response }}",
+    ],
+)
+def test_each_picture_is_shown_once(template: str) -> None:
+    with pytest.raises(JudgeError, match=r"shows \d pictures, but the prompt has 2"):
+        question(template, prompt(1, 2))
+
+
+def test_a_pairwise_judge_sees_the_pictures_too() -> None:
+    pairs = Question.compile(spec("{{ images }} {{ first }} {{ second }}", mode="pairwise"), "judges.0", WRITTEN)
+    assert pairs.between(prompt(1), f"1{M}", "2") == f"{M} 1\ufffd 2"
+
+
+def test_a_template_that_shows_no_picture_is_refused() -> None:
+    with pytest.raises(SpecError, match="does not show the pictures"):
+        Question.compile(spec("{{ fields.question }}{{ response }}"), "judges.0")
+
+
+def test_a_judge_that_sees_no_pictures_has_no_images_in_its_template() -> None:
+    with pytest.raises(SpecError, match="unknown name 'images'"):
+        Question.compile(spec("{{ images }}{{ response }}", images=False), "judges.0")
+
+
+class Court:
+    def __init__(self, **told: Any) -> None:
+        self.clock = FakeClock()
+        self.fake = FakeJudge(lambda question, seed: "1", self.clock)
+        made = spec(verdict={"most": 9}, **told)
+        self.judge = Judge.of(made, self.fake, RecordingObserver(), self.clock, picture_text=WRITTEN)
+
+    async def judge_all(self, *prompts: Prompt) -> None:
+        for one in prompts:
+            await self.clock.run(self.judge.value(one, "3"))
+
+
+async def test_equal_questions_about_other_pictures_are_other_questions() -> None:
+    court = Court()
+    await court.judge_all(prompt(1), prompt(2, number=1), prompt(1, number=2))
+    assert [one.question for one in court.fake.asked] == [f"{M}3", f"{M}3"]
+    assert court.fake.shown == [(picture(1),), (picture(2),)]
+    assert court.fake.asked[0].seeds != court.fake.asked[1].seeds
+
+
+async def test_a_judge_without_images_is_shown_no_picture() -> None:
+    court = Court(images=False, template="{{ fields.question }}{{ response }}")
+    await court.judge_all(prompt(1), prompt(2, number=1))
+    assert court.fake.shown == [()]
+
+
+def test_keys_and_seeds_without_pictures_stay_as_they_were() -> None:
+    digest = spec_digest(spec(images=False))
+    assert "images" not in spec(images=False).model_dump()
+    assert question_key(digest, "q") == hashlib.blake2b(digest + b"q", digest_size=16).digest()
+    assert (
+        question_key(digest, "q", (picture(1),))
+        != question_key(digest, "q")
+        != question_key(digest, "q", (picture(2),))
+    )
+    assert (
+        vote_seed("eye", "q", 0)
+        == int.from_bytes(hashlib.blake2b(b'["eye", "q", 0]', digest_size=8).digest(), "little") >> 1
+    )
+    assert len({vote_seed("eye", "q", 0, shown) for shown in ((), (picture(1),), (picture(2),))}) == 3
+
+
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [
+        ({"model": None, "external": {"url": "http://here", "model": "m"}}, "an external judge gets no pictures"),
+        ({"model": None, "adapter": "a"}, "adapters support no pictures"),
+        ({"kind": "classifier"}, "images needs kind: generative, because classifiers read text only"),
+        ({"serving": {"engine": "hf"}}, "images needs serving.engine: torch.*, not hf"),
+        ({"serving": {"engine": "vllm"}}, "images needs serving.engine: torch.*, not vllm"),
+    ],
+)
+def test_judges_that_cannot_see_pictures_are_refused_by_name(more: Mapping[str, Any], why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        spec(**more)
+
+
+def test_a_judge_that_sees_pictures_needs_prompts_with_pictures() -> None:
+    judge = spec().model_dump(mode="json", exclude_unset=True)
+    tree = {
+        "name": "t",
+        "model": {"path": "m"},
+        "data": {"path": "d"},
+        "flow": {"steps": 1},
+        "rollout": {"max_new_tokens": 4},
+    }
+    tree |= {"judges": [judge], "reward": {"judge": "eye"}}
+    with pytest.raises(SpecError, match=r"judges.0.images is set, but the prompts have no pictures; set data.images"):
+        parse_spec(tree)
+    assert parse_spec(tree | {"data": {"path": "d", "images": "images"}}).judges[0].images
