@@ -42,7 +42,7 @@ TOOLS := $(BIN)/python tests/support/system_tools.py
 SUBJECTS = $(sort $(foreach file,$(wildcard $(addsuffix /test_*.py,tests/unit/* tests/unit/*/* tests/contract/*)),$(word 3,$(subst /, ,$(file)))))
 NOT_ELSEWHERE := not gpu and not sglang and not vllm and not hf and not trackers and not deploy and not notebook and not chaos and not large and not documents
 
-.PHONY: docs chaos compiled tools notebook-setup test-notebook test-docs test-deploy test-upgrade test-large help setup sglang-setup vllm-setup demo demo-kill demo-sglang demo-vllm demo-vision demo-vision-kill prepare prepare-counting prepare-judge test test-hf test-sglang test-vllm test-trackers test-gpu gpu-wheels fuzz sim sim-long mutations lint proto clean bench-check bench-page release-check simulate-setup trl-setup
+.PHONY: docs chaos compiled tools notebook-setup test-notebook test-docs test-deploy test-upgrade test-large help setup sglang-setup vllm-setup demo demo-kill demo-sglang demo-vllm demo-vision demo-vision-kill prepare prepare-counting prepare-counting-judge prepare-judge test test-hf test-sglang test-vllm test-trackers test-gpu gpu-wheels fuzz sim sim-long mutations lint proto clean bench-check bench-page release-check simulate-setup trl-setup
 
 help: ## What there is to make
 	@grep -hE '^[a-z%-]+:.*## ' $(MAKEFILE_LIST) | awk 'BEGIN {FS = ":.*## "} {sub("test-%", "test-SUBJECT", $$1); sub("%", "NAME", $$1); printf "  make %-14s %s\n", $$1, $$2}'
@@ -105,6 +105,9 @@ demo-sglang: prepare sglang-setup ## The demo with the real SGLang as its engine
 
 prepare-counting: setup ## The counting example: pictures and a warm-started vision-language model (cached)
 	@$(BIN)/gcore prepare counting --to .cache/examples/counting
+
+prepare-counting-judge: setup ## The judge of the counting example (cached)
+	@$(BIN)/gcore prepare counting-judge --to .cache/examples/counting-judge
 
 demo-vision: prepare-counting ## Train a small vision-language model on pictures
 	@$(BIN)/python examples/demo.py examples/counting/grpo.yaml

@@ -45,12 +45,18 @@ def _counting(to: Path, seed: int) -> str:
     return f"{made.greedy_accuracy:.1%} of held-out pictures counted right before RL, {made.best_constant:.1%} by the best constant answer"
 
 
+def _counting_judge(to: Path, seed: int) -> str:
+    made = counting.prepare_counting_judge(to, seed=seed).manifest
+    return _verdicts(made.judge_accuracy, made.judge_false_yes)
+
+
 EXAMPLES: Mapping[str, Callable[[Path, int], str]] = {
     "arithmetic": _arithmetic,
     "arithmetic-judge": _arithmetic_judge,
     "arithmetic-judge-adapter": _arithmetic_judge_adapter,
     "calculator": _calculator,
     "counting": _counting,
+    "counting-judge": _counting_judge,
 }
 
 

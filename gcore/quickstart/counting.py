@@ -1,15 +1,20 @@
-"""The counting example: pictures of coloured squares, and a vision-language model that counts those of one colour.
+"""The counting example: pictures of coloured squares, a vision-language model that counts those of one colour, and a judge
+of its answers.
 
-`prepare_counting` makes one folder (`gcore.quickstart.folder`):
+`prepare_counting` and `prepare_counting_judge` make one folder each (`gcore.quickstart.folder`):
 
-    train.jsonl, eval.jsonl    prompts with the path of a picture, and answers
-    pictures/                  PNG files of 48 x 48 pixels; no picture is in both files
+    train.jsonl, eval.jsonl    prompts with the path of a picture, and answers (not in the judge's folder)
+    pictures/                  PNG files of 48 x 48 pixels; no picture is in both files (not in the judge's folder)
     model/                     a Qwen3-VL of 0.4M parameters with its tokenizer and image processor
     manifest.json              the recipe, and size and hash of every other file
 
 The model first learns right answers, until it sees colours, and then also careless ones: the number of all squares,
 which is always wrong. With careless answers from the start it never learns to see. Reinforcement learning then has to
 unlearn them.
+
+The judge's input is a prompt with a response and a question mark: the picture and "red?3?". It writes the right number
+and its verdict, "2?n": a small model judges well if it counts first. Right and careless responses are the most frequent
+in its lesson, but not alone, or it would learn to copy the response.
 """
 
 from __future__ import annotations
@@ -17,10 +22,11 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from gcore.errors import DataError
 from gcore.quickstart.counting_pictures import (
+    CHARACTERS,
     COUNTING_BAND,
     LEAST_PASS_AT_8,
     CountingQuestion,
@@ -28,7 +34,7 @@ from gcore.quickstart.counting_pictures import (
     encode_png,
     make_counts,
 )
-from gcore.quickstart.folder import PreparedFolder, PreparedManifest, Recipe, Reporter, make_or_find
+from gcore.quickstart.folder import PreparedFolder, PreparedManifest, Recipe, Reporter, TeachingProgress, make_or_find
 
 TRAIN_ENTRIES, EVAL_ENTRIES, WARM_ENTRIES = 1200, 200, 6000
 """Number of prompts to train on, of held-out prompts, and of pictures of the warm start."""
@@ -107,3 +113,155 @@ def _write_pictures(draft: Path, name: str, questions: Sequence[CountingQuestion
         (draft / path).write_bytes(encode_png(draw_picture(question)))
         lines.append(json.dumps({"prompt": question.prompt, "images": [path], "answer": question.answer}))
     return "\n".join(lines) + "\n"
+
+
+JUDGE_UPDATES = 800
+COUNTING_JUDGE_RECIPE = 1
+
+RESPONSES = 4
+"""Responses to each held-out prompt by which the judge is measured: one of each kind."""
+
+LEAST_ACCURACY, MOST_FALSE_YES = 0.95, 0.05
+"""Least share of right verdicts on held-out prompts, and largest share of wrong responses that are called right."""
+
+LONGEST_VERDICT = 4
+"""Tokens of a number, a question mark, a verdict, and the end of sequence."""
+
+
+class CountingJudgeManifest(PreparedManifest):
+    """Manifest of the judge. `judge_accuracy`: share of right verdicts on responses to held-out prompts.
+    `judge_false_yes`: share of the wrong ones among them that the judge calls right.
+    """
+
+    example: Literal["counting-judge"] = "counting-judge"
+    updates: int
+    judge_accuracy: float
+    judge_false_yes: float
+
+
+def responses_to(question: CountingQuestion, draw: Any) -> tuple[str, ...]:
+    """Return responses to a question: the right one, the careless one, a near or random number, a malformed one.
+
+    `draw`: numpy's random generator.
+    """
+    right = int(question.answer)
+    numbers = [right - 1, right + 1] if draw.random() < 0.5 else list(range(10))
+    wrong = [str(one) for one in numbers if one >= 0 and one != right]
+    letters = "".join(CHARACTERS[draw.integers(len(CHARACTERS))] for _ in range(2))
+    malformed = ("", letters[:1], letters, f"{question.answer}{letters[0]}")[draw.integers(4)]
+    return question.answer, question.careless, wrong[draw.integers(len(wrong))], malformed
+
+
+def verdict_on(question: CountingQuestion, response: str) -> str:
+    """Return what the judge shall write about a response: the right number, and y or n."""
+    return f"{question.answer}?{'y' if response == question.answer else 'n'}"
+
+
+def prepare_counting_judge(
+    to: Path, *, seed: int = 0, progress: bool = True, updates: int = JUDGE_UPDATES, must_fit: bool = True
+) -> PreparedFolder[CountingJudgeManifest]:
+    """Prepare the judge in the folder `to`, or reuse it if it is there.
+
+    `updates`: optimizer updates of its training. `must_fit`: require `LEAST_ACCURACY` and `MOST_FALSE_YES`. Raises
+    DataError if it misses them, if `to` is something other than a prepared judge, or if it cannot be written.
+    """
+
+    def fill(draft: Path) -> CountingJudgeManifest:
+        return _fill_judge(draft, seed, updates, Reporter.for_terminal(progress, "judge"), must_fit=must_fit)
+
+    asked = {"recipe": COUNTING_JUDGE_RECIPE, "seed": seed, "updates": updates}
+    return make_or_find(to, Recipe("counting-judge", CountingJudgeManifest, asked, fill))
+
+
+def _fill_judge(draft: Path, seed: int, updates: int, reporter: Reporter, *, must_fit: bool) -> CountingJudgeManifest:
+    from gcore.quickstart.counting_model import save_counter
+    from gcore.quickstart.pretraining import THREADS, torch_version
+
+    held_out = make_counts(TRAIN_ENTRIES + EVAL_ENTRIES, seed)[TRAIN_ENTRIES:]
+    with reporter:
+        network, accuracy, false_yes = _teach_judge(
+            make_counts(WARM_ENTRIES, seed + 1), held_out, updates, seed, reporter
+        )
+    if must_fit and (accuracy < LEAST_ACCURACY or false_yes > MOST_FALSE_YES):
+        raise DataError(
+            f"after {updates} updates, {accuracy:.1%} of the judge's verdicts are right and {false_yes:.1%} of wrong "
+            f"responses are called right; it needs at least {LEAST_ACCURACY:.0%} and at most {MOST_FALSE_YES:.0%}",
+            where=f"seed {seed}",
+            fix="Use another seed",
+        )
+    save_counter(network, draft / "model")
+    return CountingJudgeManifest(
+        recipe=COUNTING_JUDGE_RECIPE,
+        seed=seed,
+        threads=THREADS,
+        torch=torch_version(),
+        updates=updates,
+        judge_accuracy=accuracy,
+        judge_false_yes=false_yes,
+    )
+
+
+def _teach_judge(
+    lesson: Sequence[CountingQuestion],
+    held_out: Sequence[CountingQuestion],
+    updates: int,
+    seed: int,
+    reporter: Reporter,
+) -> tuple[Any, float, float]:
+    """Train a judge on the questions of `lesson`; return the network, its accuracy, and its share of false yes."""
+    import numpy as np
+
+    from gcore.quickstart.counting_model import (
+        BATCH,
+        MEASURED_EVERY,
+        answer_rows,
+        draw_pictures,
+        new_counter,
+        new_optimizer,
+        prompt_ids,
+        train_rows,
+    )
+    from gcore.quickstart.pretraining import deterministic_torch
+
+    with deterministic_torch(seed):
+        network = new_counter().train()
+        pictures, shown = draw_pictures(lesson), draw_pictures(held_out)
+        optimizer, draw = new_optimizer(network), np.random.default_rng(seed)
+        fixed = np.random.default_rng(seed + 1)
+        asked = [(place, one) for place, q in enumerate(held_out) for one in responses_to(q, fixed)]
+        accuracy, false_yes = 0.0, 1.0
+        for update in range(1, updates + 1):
+            chosen = draw.integers(len(lesson), size=BATCH).tolist()
+            kinds = draw.choice(RESPONSES, size=BATCH, p=(0.4, 0.2, 0.3, 0.1)).tolist()
+            given = [responses_to(lesson[i], draw)[kind] for i, kind in zip(chosen, kinds, strict=True)]
+            tokens, labels = answer_rows(
+                [prompt_ids(f"{lesson[i].colour}?{one}?") for i, one in zip(chosen, given, strict=True)],
+                [verdict_on(lesson[i], one) for i, one in zip(chosen, given, strict=True)],
+            )
+            train_rows(network, optimizer, tokens, labels, pictures[chosen], update / updates, update)
+            if update % (5 * MEASURED_EVERY) == 0 or update == updates:
+                accuracy, false_yes = _measure_judge(network, held_out, asked, shown)
+            reporter.report(TeachingProgress(update, updates, accuracy))
+    return network, accuracy, false_yes
+
+
+def _measure_judge(
+    network: Any, held_out: Sequence[CountingQuestion], asked: Sequence[tuple[int, str]], pictures: Any
+) -> tuple[float, float]:
+    """Accuracy of the verdicts, and share of the wrong responses that are called right. `asked`: places of questions in
+    `held_out` and of their `pictures`, with a response each."""
+    import torch
+
+    from gcore.quickstart.counting_model import answer_rows, prompt_ids, row_logits, text_ids
+
+    prompts = [prompt_ids(f"{held_out[place].colour}?{response}?") for place, response in asked]
+    tokens, _ = answer_rows(prompts, ["y" * (LONGEST_VERDICT - 1)] * len(prompts))  # room for what the judge writes
+    rows, last = torch.arange(len(prompts)), torch.tensor([len(prompt) - 1 for prompt in prompts])
+    seen = pictures[[place for place, _ in asked]]
+    with torch.no_grad():
+        for number in range(LONGEST_VERDICT - 1):
+            tokens[rows, last + number + 1] = row_logits(network, tokens, seen)[rows, last + number].argmax(-1)
+    said = tokens[rows, last + LONGEST_VERDICT - 1]
+    true = torch.tensor([response == held_out[place].answer for place, response in asked])
+    yes, no = (said == text_ids(one)[0] for one in "yn")
+    return float(torch.where(true, yes, no).float().mean()), float(yes[~true].float().mean())

@@ -151,25 +151,18 @@ def teach_counting(
     """
     with deterministic_torch(seed):
         network = new_counter().train()
-        pictures, shown = _draw(lesson), _draw(held_out)
-        optimizer = torch.optim.AdamW(network.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.0)
+        pictures, shown = draw_pictures(lesson), draw_pictures(held_out)
+        optimizer = new_optimizer(network)
         draw, accuracy = np.random.default_rng(seed), 0.0
         kept: TaughtCounter | None = None
         for update in range(1, updates + 1):
-            for group in optimizer.param_groups:
-                group["lr"] = RATE * _rate(update, updates)
             chosen = draw.integers(len(lesson), size=BATCH).tolist()
             careless = update > RIGHT_ONLY * updates
             answers = [
                 lesson[i].careless if careless and draw.random() < CARELESS else lesson[i].answer for i in chosen
             ]
-            tokens, labels = _rows([lesson[i] for i in chosen], answers)
-            logits = _logits(network, tokens, pictures[chosen])
-            loss = functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
-            optimizer.zero_grad()
-            loss.backward()  # type: ignore[no-untyped-call]
-            torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
-            optimizer.step()
+            tokens, labels = answer_rows([prompt_ids(f"{lesson[i].colour}?") for i in chosen], answers)
+            train_rows(network, optimizer, tokens, labels, pictures[chosen], update / updates, update)
             if update % MEASURED_EVERY == 0 or update == updates:
                 accuracy, pass_at_8 = _measure(network, held_out, shown)
                 found = TaughtCounter(copy.deepcopy(network).eval(), accuracy, pass_at_8)
@@ -185,30 +178,57 @@ def is_fit(taught: TaughtCounter) -> bool:
     return COUNTING_BAND[0] <= taught.greedy <= COUNTING_BAND[1] and taught.pass_at_8 >= LEAST_PASS_AT_8
 
 
-def _rate(update: int, updates: int) -> float:
-    done = update / updates
+def new_optimizer(network: Any) -> torch.optim.AdamW:
+    """Return the optimizer of a warm start."""
+    return torch.optim.AdamW(network.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.0)
+
+
+def train_rows(
+    network: Any,
+    optimizer: torch.optim.AdamW,
+    tokens: Tensor,
+    labels: Tensor,
+    pictures: Tensor,
+    done: float,
+    update: int,
+) -> None:
+    """Make update number `update`, from 1, on rows of `answer_rows`. `done`: share of all updates with this one."""
     falling = 1.0 if done < FALL else 1 - (done - FALL) / (1 - FALL) * (1 - LAST)
-    return min(1.0, update / WARM_UP) * falling
+    for group in optimizer.param_groups:
+        group["lr"] = RATE * min(1.0, update / WARM_UP) * falling
+    logits = row_logits(network, tokens, pictures)
+    loss = functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
+    optimizer.zero_grad()
+    loss.backward()  # type: ignore[no-untyped-call]
+    torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
+    optimizer.step()
 
 
-def _draw(questions: Sequence[CountingQuestion]) -> Tensor:
+def draw_pictures(questions: Sequence[CountingQuestion]) -> Tensor:
+    """Draw the pictures of questions: [n, height, width, 3] uint8."""
     return torch.from_numpy(np.stack([draw_picture(one) for one in questions]))
 
 
-def _prompt(question: CountingQuestion) -> list[int]:
-    return [VISION_START, *[IMAGE] * TOKENS, VISION_END, *(_IDS[one] for one in f"{question.colour}?")]
+def text_ids(text: str) -> list[int]:
+    """Return the tokens of a text without special tokens."""
+    return [_IDS[one] for one in text]
 
 
-def _rows(questions: Sequence[CountingQuestion], answers: Sequence[str]) -> tuple[Tensor, Tensor]:
+def prompt_ids(text: str) -> list[int]:
+    """Return the tokens of a picture and the text after it."""
+    return [VISION_START, *[IMAGE] * TOKENS, VISION_END, *text_ids(text)]
+
+
+def answer_rows(prompts: Sequence[Sequence[int]], answers: Sequence[str]) -> tuple[Tensor, Tensor]:
     """Tokens [row, token] of prompts with answers, and labels: -100 for all but the answer and its end."""
-    prompts = [_prompt(one) for one in questions]
-    width = max(map(len, prompts)) + 2
+    ends = [[*text_ids(one), EOS] for one in answers]
+    width = max(len(prompt) + len(end) for prompt, end in zip(prompts, ends, strict=True))
     tokens, labels = torch.full((len(prompts), width), PAD), torch.full((len(prompts), width), -100)
-    for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
-        answered = torch.tensor([_IDS[answer], EOS])
+    for row, (prompt, end) in enumerate(zip(prompts, ends, strict=True)):
+        answered = torch.tensor(end)
         tokens[row, : len(prompt)] = torch.tensor(prompt)
-        tokens[row, len(prompt) : len(prompt) + 2] = answered
-        labels[row, len(prompt) - 1 : len(prompt) + 1] = answered
+        tokens[row, len(prompt) : len(prompt) + len(end)] = answered
+        labels[row, len(prompt) - 1 : len(prompt) + len(end) - 1] = answered
     return tokens, labels
 
 
@@ -221,7 +241,8 @@ def patches(pictures: Tensor) -> Tensor:
     return ordered.reshape(count * SIDE * SIDE, -1)
 
 
-def _logits(network: Any, tokens: Tensor, pictures: Tensor) -> Tensor:
+def row_logits(network: Any, tokens: Tensor, pictures: Tensor) -> Tensor:
+    """Return the logits [row, token, vocabulary] of rows that begin with a picture each."""
     grid = torch.tensor([[1, SIDE, SIDE]])
     row = tokens[:1].clone()
     row[:, TOKENS + 2 :] = EOS  # all prompts begin alike, so the positions of one row are those of all
@@ -239,10 +260,11 @@ def _logits(network: Any, tokens: Tensor, pictures: Tensor) -> Tensor:
 @torch.no_grad()
 def _measure(network: Any, questions: Sequence[CountingQuestion], pictures: Tensor) -> tuple[float, float]:
     """Greedy accuracy, and the expected share of questions for which one of eight samples is right."""
-    tokens, _ = _rows(questions, [one.answer for one in questions])
-    last = torch.tensor([len(_prompt(one)) - 1 for one in questions])
+    prompts = [prompt_ids(f"{one.colour}?") for one in questions]
+    tokens, _ = answer_rows(prompts, [one.answer for one in questions])
+    last = torch.tensor([len(prompt) - 1 for prompt in prompts])
     rows = torch.arange(len(questions))
-    answers = _logits(network, tokens, pictures)[rows, last]
+    answers = row_logits(network, tokens, pictures)[rows, last]
     right = torch.tensor([_IDS[one.answer] for one in questions])
     chance = torch.softmax(answers, -1)[rows, right]
     return float((answers.argmax(-1) == right).float().mean()), float((1 - (1 - chance) ** 8).mean())

@@ -365,6 +365,7 @@ def schema() -> None:
     "[dim]The judge as an adapter:[/dim]  gcore prepare arithmetic-judge-adapter",
     "[dim]A model that can call a calculator:[/dim]  gcore prepare calculator",
     "[dim]Pictures, and a model that sees:[/dim]  gcore prepare counting",
+    "[dim]A judge that sees them:[/dim]  gcore prepare counting-judge",
 )
 def prepare(
     example: Annotated[str, typer.Argument(metavar="EXAMPLE", help="Example to prepare: " + ", ".join(NAMES) + ".")],

@@ -7,10 +7,18 @@ from collections import Counter
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 
+from gcore.errors import DataError
 from gcore.models.vision import PictureProcessor
-from gcore.quickstart.counting import prepare_counting
+from gcore.quickstart.counting import (
+    RESPONSES,
+    prepare_counting,
+    prepare_counting_judge,
+    responses_to,
+    verdict_on,
+)
 from gcore.quickstart.counting_model import new_counter, patches, save_counter
 from gcore.quickstart.counting_pictures import CELL, CELLS, COLOURS, MOST, draw_picture, encode_png, make_counts
 
@@ -48,3 +56,22 @@ def test_a_prepared_folder_has_entries_with_pictures(tmp_path: Path) -> None:
     assert all((made.folder / name).is_file() for entry in entries for name in entry["images"])
     assert entries[0]["prompt"].startswith("<image>")
     assert made.manifest.best_constant < 0.3
+
+
+def test_a_judge_learns_from_right_and_wrong_responses_with_their_verdicts() -> None:
+    draw = np.random.default_rng(0)
+    for question in make_counts(200, 3):
+        given = responses_to(question, draw)
+        assert (len(given), given[:2]) == (RESPONSES, (question.answer, question.careless))
+        assert [one == question.answer for one in given] == [True, False, False, False]
+        assert [verdict_on(question, one)[-1] for one in given] == ["y", "n", "n", "n"]
+        assert all(verdict_on(question, one).startswith(f"{question.answer}?") for one in given)
+
+
+def test_a_prepared_judge_has_a_model_and_says_how_often_it_is_right(tmp_path: Path) -> None:
+    made = prepare_counting_judge(tmp_path / "judge", progress=False, updates=2, must_fit=False)
+    assert (made.model / "preprocessor_config.json").is_file()
+    assert 0 <= made.manifest.judge_accuracy <= 1
+    assert prepare_counting_judge(tmp_path / "judge", progress=False, updates=2, must_fit=False).cached
+    with pytest.raises(DataError, match=r"of the judge's verdicts are right"):
+        prepare_counting_judge(tmp_path / "other", progress=False, updates=2)

@@ -7,13 +7,17 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from documents import ROOT, blocks, mismatch
+from picture_files import encoded, picture
+
+from gcore.reward import Response
 
 
 def test_the_reward_of_the_guide_passes_the_test_of_the_guide(tmp_path: Path) -> None:
-    code, _batch, test = (block.text for block in blocks(ROOT / "docs" / "use" / "rewards.md", "python"))
+    code, _pictures, _batch, test = (block.text for block in blocks(ROOT / "docs" / "use" / "rewards.md", "python"))
     (toml,) = (block.text for block in blocks(ROOT / "docs" / "use" / "rewards.md", "toml"))
     name, value = re.findall(r'^(\w+) = "([\w.:]+)"$', toml, re.M)[0]
     (tmp_path / "my_package").mkdir()
@@ -28,6 +32,15 @@ def test_the_reward_of_the_guide_passes_the_test_of_the_guide(tmp_path: Path) ->
     ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "6 passed" in ended.stdout
+
+
+def test_the_reward_of_the_guide_that_opens_pictures_measures_one(tmp_path: Path) -> None:
+    _, code, *_ = (block.text for block in blocks(ROOT / "docs" / "use" / "rewards.md", "python"))
+    (tmp_path / "a.png").write_bytes(encoded(picture(48, 8)))
+    made: dict[str, Any] = {}
+    exec(code, made)
+    files = [(str(tmp_path / "a.png"), "")]
+    assert [made["score"](Response(text, files=files), {}) for text in ("48", "8")] == [1.0, 0.0]
 
 
 def test_printed_lines_are_compared_in_order_and_dots_match_anything() -> None:
