@@ -7,7 +7,8 @@ from typing import Any
 from blob_stores import Start, StoreProcess
 from engine_processes import TORCH, engine_process
 
-from controllers.flow.job_media import JobMedia
+from controllers.changes import ChangeSignal
+from controllers.workers.job_media import JobMedia
 from gcore.media.client import BlobClient, BlobHttp
 from gcore.media.placeholders import PictureRule
 from gcore.rollout.api import SamplingParams
@@ -48,7 +49,7 @@ async def test_an_engine_samples_from_a_picture_that_only_the_controllers_node_h
     expanded = PictureRule.load(model).expand(short, [(64, 48)])
     prompt = Prompt(PromptRef(0, 0, 0), "?", expanded, {}, "data", short_ids=short, pictures=(picture,))
     stores: Any = Stores(own, other, http)
-    media = JobMedia(stores, "job", "n1.1", set, SystemClock())
+    media = JobMedia(stores, "job", "n1.1", set, frozenset, ChangeSignal(), str, SystemClock())
     asked = await media.in_request(prompt, trained=True)
     (medium,) = asked.media
     assert not other.path(medium.sha256).exists()
