@@ -155,6 +155,8 @@ class PictureRef(NamedTuple):
     target_height: int
     """Height in pixels that the model's processor uses."""
     target_width: int
+    size: int = 0
+    """Expected size of its blob in bytes: of the file, or of uncompressed pixels if it is resized."""
 
 
 ContentPart = TextPart

@@ -278,6 +278,7 @@ class NodeRegistration:
             sglang=config.sglang_python is not None,
             vllm=config.vllm_python is not None,
             blobs=self._blob_address,
+            blob_bytes=config.blob_bytes if self._blob_address else 0,
             facts=facts,
         )
 

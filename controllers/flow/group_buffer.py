@@ -183,13 +183,14 @@ class GroupBuffer:
                 return self._groups[ref]
         return None
 
-    def drop_group(self, ref: PromptRef) -> None:
-        """Drop the held group of `ref`, because a blob of it is lost. Its prompt is sampled again, which counts as a
-        failed attempt."""
+    def drop_group(self, ref: PromptRef, *, failed: bool = True) -> None:
+        """Drop the held group of `ref`, so that its prompt is sampled again. `failed`: because a blob of it is lost, which
+        counts as a failed attempt."""
         if self._groups.pop(ref, None) is not None:
             self._seen = None
             del self._offers[ref]
-            self.count_reissue(ref)
+            if failed:
+                self.count_reissue(ref)
 
     def note_scores(self, group: Group) -> None:
         """Record the mean reward and length of a prompt's responses, before filters run."""

@@ -29,6 +29,7 @@ from controllers.flow.peer_collectives import PeerCollectives
 from controllers.flow.step import JobStep, StepContext
 from controllers.inference.pool import EnginePool
 from controllers.inference.rules import LengthExpectation, VersionFollower
+from controllers.rules.step import stream_position
 from controllers.rules.view import JobView
 from controllers.telemetry.notices import EqualRewardsWatch, PluginErrorLog, WarningLog
 from controllers.telemetry.step_stats import StepTimer
@@ -54,6 +55,13 @@ EVERY = 8
 MOST_PROMPTS = 65_536
 """Maximum number of prompts whose response lengths are remembered; those answered the longest time ago are dropped
 first."""
+
+
+ROOM_RETRY_S = 1.0
+"""Seconds after which a prompt is tried again for which the blob store had no room."""
+
+NO_ROOM = "blob-store-full"
+"""Topic of the warning that the blob store has no room."""
 
 
 class JobPeer:
@@ -97,6 +105,7 @@ class JobPeer:
         self.context = StepContext(look, changes, buffer, clock, data, collectives, faults, self.check_filtered)
         self._early: set[asyncio.Task[None]] = set()
         """Tasks that judge responses before their groups are finished."""
+        self._warnings = warnings
         self._equal_rewards = EqualRewardsWatch(data.spec.flow.groups_per_step, warnings)
         rollout = data.spec.rollout
         self._longest_first = rollout.order == "longest_first"
@@ -136,6 +145,9 @@ class JobPeer:
             rest = rest_s(self.clock.monotonic() - began)
             for ref in due:
                 prompt = self._exhausted_outcome(ref) or self._render_prompt(ref)
+                if isinstance(prompt, Prompt) and not await self._has_room(prompt, due):
+                    await self.clock.sleep(ROOM_RETRY_S)
+                    break
                 if isinstance(prompt, Prompt):
                     step.hand_out(prompt)
                     self._stopwatch.produced(self.clock.monotonic())
@@ -157,6 +169,31 @@ class JobPeer:
                 if rest > 0:
                     await self.clock.sleep(rest)
             self.buffer.in_flight.raise_defect()
+
+    async def _has_room(self, prompt: Prompt, due: Sequence[PromptRef]) -> bool:
+        """Reserve room for the blobs of a prompt; return whether the node's store has any.
+
+        The oldest prompt of `due` gets the room of younger groups, the youngest first: groups that are in no seal are
+        dropped, and their prompts sampled again.
+        """
+        if self.media is None or not prompt.pictures:
+            return True
+        view = self.look()
+        position = partial(stream_position, view)
+        while not await self.media.reserve(prompt):
+            held = max(
+                (group.ref for group in view.unsealed if group.ref in self.buffer.offers), key=position, default=None
+            )
+            if held is None or prompt.ref != min(due, key=position) or position(held) < position(prompt.ref):
+                self._warnings.hold(
+                    NO_ROOM, "the blob store of this node has no room for the pictures of further prompts"
+                )
+                return False
+            self.buffer.drop_group(held, failed=False)
+            await self.media.release(held)
+            self.changes.notify()
+        self._warnings.hold(NO_ROOM, "")
+        return True
 
     def _exhausted_outcome(self, ref: PromptRef) -> Outcome | None:
         """The outcome "failed" for a prompt that was sampled too often and whose last group exceeded the staleness

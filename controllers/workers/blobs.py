@@ -192,7 +192,7 @@ class NodeBlobs:
             "kind": "blobs",
             "node": config.node,
             "folder": str(self.folder),
-            "bound_bytes": int(config.blob_gib * (1 << 30)),
+            "bound_bytes": config.blob_bytes,
             "secret": self._secret.hex(),
             "host": config.workers_listen_on,
             "port": self._listen_port,

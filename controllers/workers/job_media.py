@@ -79,6 +79,42 @@ class JobMedia:
         """The pictures of prompts that are trained."""
         self._used: Counter[Pictures] = Counter()
         """How often pictures are in use beside that."""
+        self._reserved: dict[Pictures, int] = {}
+        """Bytes that are reserved for the blobs of pictures that are not stored yet."""
+
+    async def reserve(self, prompt: Prompt) -> bool:
+        """Reserve room in the store for a prompt that will be sampled; return whether there is room.
+
+        A store that does not answer counts as room: making the blobs then fails, with the reason.
+        """
+        pictures = prompt.pictures
+        if not pictures or pictures in self._making or pictures in self._reserved:
+            return True
+        wanted = {**self._reserved, pictures: sum(one.size for one in pictures)}
+        if not await self._set_reservation(wanted):
+            return False
+        self._reserved = {**self._reserved, pictures: wanted[pictures]}
+        return True
+
+    async def _set_reservation(self, wanted: Mapping[Pictures, int]) -> bool:
+        client = await self._blobs.client(self._uid)
+        try:
+            return await client.reserve(self._me, sum(wanted.values()), PIN_S)
+        except GcoreError:
+            return True
+
+    async def release(self, ref: PromptRef) -> None:
+        """End the pins of a prompt whose group was dropped to make room, except those that other prompts need."""
+        pictures = self._prompts.pop(ref, None)
+        if pictures is None or self._used[pictures] or pictures in self._prompts.values():
+            return
+        task = self._making.pop(pictures, None)
+        dropped = self._names([task] if task is not None and task.done() else [])
+        dropped -= self._names(one for one in self._making.values() if one.done())
+        if dropped:
+            client = await self._blobs.client(self._uid)
+            with contextlib.suppress(GcoreError):  # the pins end by themselves
+                await client.unpin(self._me, sorted(dropped), ends_grace=True)
 
     async def of(self, prompt: Prompt) -> tuple[Medium, ...]:
         """The media of a prompt; the store makes their blobs at the first call. Raises EngineError if it cannot, and
@@ -167,6 +203,9 @@ class JobMedia:
             raise EngineUnreachable(f"the blob store of this node: {error}", fix=AGAIN) from error
         except GcoreError as error:
             raise EngineError(str(error), fix=AGAIN) from error
+        finally:
+            if self._reserved.pop(pictures, None) is not None:
+                await self._set_reservation(self._reserved)
         return tuple(made)
 
     @property
@@ -215,6 +254,9 @@ class JobMedia:
             gone = [pictures for pictures, task in self._making.items() if pictures not in needed and task.done()]
             dropped = self._names(self._making.pop(pictures) for pictures in gone)
             kept = self._names(task for task in self._making.values() if task.done())
+            self._reserved = {one: size for one, size in self._reserved.items() if one in needed or one in self._making}
+            if self._reserved:
+                await self._set_reservation(self._reserved)
             client = await self._blobs.client(self._uid)
             with contextlib.suppress(GcoreError):  # repeated at the next renewal
                 if kept:

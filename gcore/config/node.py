@@ -295,6 +295,11 @@ class NodeConfig(Section):
     local_cluster: bool = False
     """Whether the node belongs to `gcore up`. Then the daemon restarts its peers and etcd when they die."""
 
+    @property
+    def blob_bytes(self) -> int:
+        """Maximum size of the store of pictures and other large arrays, in bytes."""
+        return int(self.blob_gib * (1 << 30))
+
     @model_validator(mode="before")
     @classmethod
     def _read_old_endpoints(cls, tree: Any) -> Any:

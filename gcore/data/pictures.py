@@ -23,7 +23,7 @@ from gcore.config.data import ResolvedSource
 from gcore.data.dataset import Dataset, mark_used
 from gcore.data.messages import Messages, is_picture
 from gcore.errors import DataError
-from gcore.media.picture_index import PictureIndex, PictureRoots, open_picture_index
+from gcore.media.picture_index import IndexedPicture, PictureIndex, PictureRoots, open_picture_index
 from gcore.media.placeholders import PictureRule
 from gcore.types import PictureRef, entry_value
 
@@ -160,7 +160,17 @@ class PromptPictures:
     def _ref(self, name: str) -> PictureRef:
         path, known = self.index.find(name)
         height, width = self.rule.target_size(known.height, known.width)
-        return PictureRef(str(path), known.sha256, known.height, known.width, height, width)
+        return PictureRef(str(path), known.sha256, known.height, known.width, height, width, self._size(known))
+
+    def _size(self, known: IndexedPicture) -> int:
+        """The expected size of a picture's blob in bytes."""
+        height, width = self.rule.target_size(known.height, known.width)
+        return known.identity.size if (height, width) == (known.height, known.width) else 3 * height * width
+
+    @property
+    def total_size(self) -> int:
+        """The expected size of the blobs of all pictures in bytes."""
+        return sum(self._size(one) for one in self.index)
 
     def expand(self, short_ids: Sequence[int], pictures: Sequence[PictureRef]) -> tuple[int, ...]:
         """Replace the placeholder of each picture by its tokens. Raises DataError."""

@@ -200,12 +200,18 @@ class BlobAccounts:
             self._pins.setdefault(key, {})[incarnation] = until
             heapq.heappush(self._pin_ends, (until, key, incarnation))
 
-    def unpin(self, incarnation: str, job: str, sha256s: Iterable[str], now: float) -> None:
-        """End pins of an incarnation. Names without a pin are ignored."""
+    def unpin(
+        self, incarnation: str, job: str, sha256s: Iterable[str], now: float, *, ends_grace: bool = False
+    ) -> None:
+        """End pins of an incarnation. Names without a pin are ignored. `ends_grace`: the end of the last pin also ends the
+        grace time, because nothing will use the blob.
+        """
         self._expire(now)
         for sha256 in sha256s:
             key = BlobKey(job, sha256)
             if incarnation in self._pins.get(key, ()):
+                if ends_grace and len(self._pins[key]) == 1 and (blob := self._blobs.get(key)) is not None:
+                    blob.grace_until = min(blob.grace_until, now)
                 self._end_pin(key, incarnation, now)
 
     def reserve(self, job: str, holder: str, size: int, until: float, now: float) -> bool:

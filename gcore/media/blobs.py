@@ -253,10 +253,10 @@ class BlobStore:
             names = [check_sha256(one) for one in sha256s]
             self._accounts.pin(incarnation, check_job(job), names, now + ttl_s, now)
 
-    def unpin(self, incarnation: str, job: str, sha256s: Iterable[str]) -> None:
-        """End pins of an incarnation."""
+    def unpin(self, incarnation: str, job: str, sha256s: Iterable[str], *, ends_grace: bool = False) -> None:
+        """End pins of an incarnation. `ends_grace`: as in `BlobAccounts.unpin`."""
         with self._lock:
-            self._accounts.unpin(incarnation, check_job(job), sha256s, self._clock.monotonic())
+            self._accounts.unpin(incarnation, check_job(job), sha256s, self._clock.monotonic(), ends_grace=ends_grace)
 
     def reserve(self, job: str, holder: str, size: int, ttl_s: float) -> bool:
         """Set the reservation of a holder to `size` bytes for `ttl_s` seconds; return whether there is room.

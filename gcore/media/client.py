@@ -207,9 +207,10 @@ class BlobClient:
         """Protect blobs from deletion for `ttl_s` seconds, in the name of an incarnation. Call again to renew."""
         await self._call("POST", "pins", {"incarnation": incarnation, "sha256": list(sha256s), "ttl_s": ttl_s})
 
-    async def unpin(self, incarnation: str, sha256s: Iterable[str]) -> None:
-        """End pins of an incarnation."""
-        await self._call("DELETE", "pins", {"incarnation": incarnation, "sha256": list(sha256s)})
+    async def unpin(self, incarnation: str, sha256s: Iterable[str], *, ends_grace: bool = False) -> None:
+        """End pins of an incarnation. `ends_grace`: nothing will use the blobs, so they may be deleted at once."""
+        body = {"incarnation": incarnation, "sha256": list(sha256s), "ends_grace": ends_grace}
+        await self._call("DELETE", "pins", body)
 
     async def reserve(self, holder: str, size: int, ttl_s: float) -> bool:
         """Set the reservation of a holder to `size` bytes for `ttl_s` seconds; return whether there is room.

@@ -144,6 +144,9 @@ class PictureIndex:
     def __len__(self) -> int:
         return len(self._pictures)
 
+    def __iter__(self) -> Iterator[IndexedPicture]:
+        return iter(self._pictures.values())
+
     def find(self, name: str) -> tuple[Path, IndexedPicture]:
         """Return the file of a picture and what is known about it. `name`: as in the data. Raises PictureError."""
         key = self.roots.key(name)

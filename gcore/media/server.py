@@ -130,10 +130,11 @@ class PinBody(_Body):
 
 
 class UnpinBody(_Body):
-    """Pins of an incarnation that end."""
+    """Pins of an incarnation that end. `ends_grace`: nothing will use the blobs, so they may be deleted at once."""
 
     incarnation: Name
     sha256: tuple[Sha256, ...]
+    ends_grace: bool = False
 
 
 class ReservationBody(_Body):
@@ -318,7 +319,9 @@ class BlobServer:
 
     async def _unpin(self, request: Request, job: str) -> Response:
         body = await _read_body(request, UnpinBody)
-        await asyncio.to_thread(self._store.unpin, body.incarnation, job, body.sha256)
+        await asyncio.to_thread(
+            partial(self._store.unpin, ends_grace=body.ends_grace), body.incarnation, job, body.sha256
+        )
         return JSONResponse({})
 
     async def _reserve(self, request: Request, job: str) -> Response:
@@ -374,7 +377,7 @@ class BlobServer:
         """
         content = read_verified(Path(body.path), body.sha256)
         data, medium = normalize_picture(content, (body.height, body.width))
-        self._store.put_bytes(job, data)
+        self._store.put_bytes(job, data, holder=body.incarnation)
         self._store.pin(body.incarnation, job, (medium.sha256,), body.ttl_s)
         return medium
 

@@ -339,6 +339,10 @@ class SimulatedClient:
             raise EngineUnreachable(str(error), fix="Ask another") from None
 
 
+LAYERS = {"hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1}
+"""Sizes of a tower, and of a language model."""
+
+
 class Stream:
     """Prompts that come from nowhere, with a picture if the job's have any."""
 
@@ -348,12 +352,16 @@ class Stream:
     def prompt(self, ref: PromptRef) -> Prompt:
         if not self._pictures:
             return Prompt(ref, "", (1, 2), {}, SOURCE)
-        picture = PictureRef(f"/{ref}.png", "0" * 64, 16, 16, 16, 16)
+        picture = PictureRef(f"/{ref}.png", "0" * 64, 16, 16, 16, 16, 100)
         return Prompt(ref, "", (1, 2), {}, SOURCE, short_ids=(1, 2), pictures=(picture,))
 
     def found(self, ref: PromptRef) -> tuple[Any, int]:
         tokenizer = SimpleNamespace(decode=lambda tokens: "x" * len(tokens))
-        return SimpleNamespace(name=SOURCE, renderer=SimpleNamespace(tokenizer=tokenizer)), 0
+        rule = SimpleNamespace(
+            patch_count=lambda height, width: 4, config={"vision_config": LAYERS, "text_config": LAYERS}
+        )
+        pictures = SimpleNamespace(rule=rule) if self._pictures else None
+        return SimpleNamespace(name=SOURCE, renderer=SimpleNamespace(tokenizer=tokenizer), pictures=pictures), 0
 
 
 class SilentFaults(PluginErrorLog):
@@ -428,8 +436,14 @@ class SimulatedStores:
     async def pin(self, incarnation: str, blobs: Collection[str], ttl_s: float) -> None:
         """Nothing is deleted here but by faults."""
 
-    async def unpin(self, incarnation: str, blobs: Collection[str]) -> None:
-        """The same."""
+    async def unpin(self, incarnation: str, blobs: Collection[str], *, ends_grace: bool = False) -> None:
+        """Delete the blobs if nothing uses them."""
+        if ends_grace:
+            self._land.floor.blobs.get(self._node, set()).difference_update(blobs)
+
+    async def reserve(self, holder: str, size: int, ttl_s: float) -> bool:
+        """Whether there is room: by chance."""
+        return self._land.chance.random() < 0.9
 
     async def forget(self, job: str) -> None:
         """The job has ended."""

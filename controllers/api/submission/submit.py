@@ -24,6 +24,7 @@ from controllers.api.submission.checks import (
     CheckedJob,
     adapter_digests,
     check_backend,
+    check_blob_room,
     check_blob_stores,
     check_copies,
     check_engine,
@@ -177,7 +178,9 @@ class Submitter:
         check_spans(spec, nodes)
         check_copies(spec, local=self._local)
         run_root = self._run_root if spec.storage.root is None else Path(spec.storage.root)
-        return run_root, await asyncio.to_thread(check_submission, spec, run_root, self._cache_dir)
+        checked = await asyncio.to_thread(check_submission, spec, run_root, self._cache_dir)
+        check_blob_room(spec, nodes, checked.prompts.stream.sources)
+        return run_root, checked
 
     def _check_owner(self, key: str) -> None:
         """Raises Forbidden unless the caller owns this local cluster."""

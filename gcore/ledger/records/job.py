@@ -599,7 +599,7 @@ class Trouble(Record):
 class NodeRecord(Record):
     """Record `nodes/{name}`: a running daemon and what its node offers, under the daemon's lease."""
 
-    came_with: ClassVar[Mapping[str, int]] = {"vllm": 3, "blobs": 3}
+    came_with: ClassVar[Mapping[str, int]] = {"vllm": 3, "blobs": 3, "blob_bytes": 3}
 
     name: str
     incarnation: str
@@ -617,6 +617,8 @@ class NodeRecord(Record):
     """Whether vLLM is installed on the node."""
     blobs: str = ""
     """Base URL of the node's blob store, which runs as soon as a job needs it; empty: the node has none."""
+    blob_bytes: int = 0
+    """Maximum size of all blobs in the store; 0: not known."""
     facts: NodeFacts | None = None
     """Hardware of the node and its slots; None: not known, or the slots are emulated."""
 

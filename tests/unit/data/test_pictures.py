@@ -119,8 +119,8 @@ def test_a_prompt_has_expanded_tokens_short_tokens_and_the_files_of_its_pictures
     prompt = folder.first(chat=chat)
     rule = PictureRule.load(folder.model)
     assert [one._replace(sha256="") for one in prompt.pictures] == [
-        (str(folder.path / "a.png"), "", 24, 40, 32, 32),  # round(24/16) = 2 and round(40/16) = 2, to even
-        (str(folder.path / "b.jpg"), "", 100, 200, 64, 128),
+        (str(folder.path / "a.png"), "", 24, 40, 32, 32, 3 * 32 * 32),  # round(24/16) = 2 and round(40/16) = 2, to even
+        (str(folder.path / "b.jpg"), "", 100, 200, 64, 128, 3 * 64 * 128),
     ]
     assert all(len(one.sha256) == 64 for one in prompt.pictures)
     assert prompt.short_ids.count(PAD) == 2
@@ -197,12 +197,12 @@ def test_filters_and_limits_count_the_expanded_tokens(folder: Folder) -> None:
 def test_bounds_of_the_spec_and_of_a_source_change_the_size(folder: Folder) -> None:
     folder.write({"prompt": "<image>", "images": "b.jpg"})
     assert folder.first(max_pixels=32 * 32).pictures[0].target_width == 32
-    assert folder.first(min_pixels=160 * 160, max_pixels=320 * 320).pictures[0][4:] == (128, 240)
+    assert folder.first(min_pixels=160 * 160, max_pixels=320 * 320).pictures[0][4:6] == (128, 240)
     with pytest.raises(DataError, match=r"entry 0: no size for a picture of 200x100.*Lower data\.min_pixels"):
         folder.first(min_pixels=64 * 64, max_pixels=64 * 64)
     source = {"name": "s", "path": str(folder.data), "max_pixels": 16 * 16, "image_marker": "<image>"}
     spec = {"path": None, "sources": [source], "image_marker": "[p]", "max_pixels": 32 * 32}
-    assert folder.first(**spec).pictures[0][4:] == (16, 16)
+    assert folder.first(**spec).pictures[0][4:6] == (16, 16)
 
 
 def test_another_number_of_markers_fails_the_prompt_with_its_entry(folder: Folder) -> None:

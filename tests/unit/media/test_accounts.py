@@ -152,3 +152,19 @@ def test_the_same_blob_from_two_clients_counts_once() -> None:
     assert room.store(one, 0.0)
     assert room.store(two, 0.0)
     assert (room.stored, room.incoming, len(room)) == (30, 0, 1)
+
+
+def test_a_pin_that_ends_because_nothing_uses_the_blob_ends_its_grace_time() -> None:
+    accounts = BlobAccounts(100, 50.0)
+    for name in ("a", "b"):
+        accounts.add(BlobKey("j", name), 40, 0.0, verified=True)
+        accounts.pin("me", "j", [name], 90.0, 0.0)
+    accounts.pin("other", "j", ["b"], 90.0, 0.0)
+    assert not accounts.reserve("j", "me", 60, 90.0, 1.0)
+    accounts.unpin("me", "j", ["a", "b"], 1.0, ends_grace=True)
+    assert not accounts.is_held(BlobKey("j", "a"), 1.0)
+    assert accounts.is_held(BlobKey("j", "b"), 1.0), "it has another pin"
+    assert accounts.reserve("j", "me", 60, 90.0, 1.0)
+    accounts.unpin("other", "j", ["b"], 2.0)
+    assert accounts.is_held(BlobKey("j", "b"), 49.0), "the grace time goes on"
+    assert not accounts.is_held(BlobKey("j", "b"), 50.0)

@@ -16,14 +16,18 @@ import pytest
 from picture_models import write_picture_model
 from prometheus_client import generate_latest
 
+from controllers.api.submission.checks import check_blob_room
 from controllers.changes import ChangeSignal
 from controllers.flow.group_buffer import GroupBuffer
 from controllers.flow.job_data import JobData
+from controllers.flow.peer import JobPeer
 from controllers.workers.blobs import SLOW_S, TROUBLE_S, NodeBlobs, StoreProblems, counter_increase
 from controllers.workers.job_media import RENEW_S, REPORT_S, JobMedia
+from gcore.config import JobSpec, parse_spec
 from gcore.config.node import NodeConfig
 from gcore.config.train import TrainSpec
-from gcore.errors import DataError, EngineError, EngineUnreachable
+from gcore.errors import DataError, EngineError, EngineUnreachable, SpecError
+from gcore.ledger.records.job import NodeRecord
 from gcore.media.client import BlobFetch
 from gcore.media.pictures import PictureError
 from gcore.media.placeholders import PictureRule
@@ -47,6 +51,8 @@ class StoreClient:
         self.pinned: list[Sequence[str]] = []
         self.unpinned: list[Sequence[str]] = []
         self.error: Exception | None = None
+        self.bound, self.used, self.reserved = 250, 0, 0
+        """Bytes of the whole store, of stored blobs, and reserved."""
         self.fetched = BlobFetch(frozenset({MEDIUM.sha256}), frozenset(), {}, "/away/job")
         self.asked: list[tuple[Sequence[Blob], Sequence[str]]] = []
 
@@ -60,13 +66,21 @@ class StoreClient:
         if self.error is not None:
             raise self.error
         self.made.append(picture)
-        return MEDIUM
+        self.used += 100
+        return MEDIUM._replace(sha256=f"{len(self.made):02x}" * 32) if picture != PICTURE else MEDIUM
 
     async def pin(self, incarnation: str, sha256s: Sequence[str], ttl_s: float) -> None:
         self.pinned.append(sha256s)
 
-    async def unpin(self, incarnation: str, sha256s: Sequence[str]) -> None:
+    async def unpin(self, incarnation: str, sha256s: Sequence[str], *, ends_grace: bool = False) -> None:
         self.unpinned.append(sha256s)
+        if ends_grace:
+            self.used -= 100 * len(sha256s)
+
+    async def reserve(self, holder: str, size: int, ttl_s: float) -> bool:
+        granted = self.used + size <= self.bound or size < self.reserved
+        self.reserved = size if granted else self.reserved
+        return granted
 
 
 class Blobs:
@@ -394,3 +408,101 @@ async def test_the_files_of_a_prompt_are_blobs_of_this_node_that_are_in_use() ->
             assert not client.unpinned
     finally:
         running.cancel()
+
+
+def of_picture(number: int) -> Prompt:
+    """A prompt with a picture of its own, whose blob has 100 bytes."""
+    picture = PICTURE._replace(path=f"/data/{number}.png", sha256=f"{number:02x}" * 32, size=100)
+    return replace(prompt(number), pictures=(picture,)) if number else replace(prompt(0), pictures=(picture,))
+
+
+async def test_room_is_reserved_until_the_blobs_are_stored() -> None:
+    client = StoreClient()
+    media = media_of(client, set(), FakeClock())
+    first, second, third = map(of_picture, range(3))
+    assert await media.reserve(first)
+    assert await media.reserve(second)
+    assert (client.reserved, client.used) == (200, 0)
+    assert not await media.reserve(third)
+    assert client.reserved == 200
+    await media.in_request(first, trained=True)
+    assert (client.reserved, client.used) == (100, 100)
+    assert await media.reserve(first), "its blobs are there"
+    client.error = StoreFull("no room")
+    with pytest.raises(EngineError):
+        await media.in_request(second, trained=True)
+    assert client.reserved == 0
+
+
+class Holder:
+    """A peer that holds groups of these prompts, which are in no seal."""
+
+    def __init__(self, media: JobMedia, held: Sequence[int]) -> None:
+        self.media, self.buffer, self.changes = media, GroupBuffer(), SimpleNamespace(notify=lambda: None)
+        self.warnings: list[str] = []
+        self._warnings = SimpleNamespace(hold=lambda topic, sentence: self.warnings.append(sentence))
+        sample = Sample((1,), (0.0,), "a", "stop", (VersionSpan(Version(0, 0), 0, 1),))
+        for number in held:
+            self.buffer.add_group(Group(PromptRef(0, 0, number), (5, 6), (sample,), "data"))
+
+    def look(self) -> Any:
+        shape = SimpleNamespace(position=lambda ref: ref.seq)
+        return SimpleNamespace(unsealed=tuple(self.buffer.offers.values()), rules=SimpleNamespace(shape=shape))
+
+    async def has_room(self, number: int, *due: int) -> bool:
+        peer: Any = self
+        return await JobPeer._has_room(peer, of_picture(number), [PromptRef(0, 0, one) for one in due])
+
+    @property
+    def held(self) -> set[int]:
+        return {ref.seq for ref in self.buffer.offers}
+
+
+async def test_the_oldest_due_prompt_gets_the_room_of_the_youngest_group() -> None:
+    client = StoreClient()
+    media = media_of(client, set(), FakeClock())
+    for number in (2, 3):
+        await media.in_request(of_picture(number), trained=True)
+    peer = Holder(media, [2, 3])
+    assert not await peer.has_room(4, 1, 4), "it is not the oldest"
+    assert not await peer.has_room(4, 4), "all groups are older"
+    assert peer.held == {2, 3}
+    assert all("no room" in said for said in peer.warnings)
+    assert await peer.has_room(1, 1, 4)
+    assert peer.held == {2}
+    assert not peer.buffer.reissues, "the dropped prompt has not failed"
+    assert peer.warnings[-1] == ""
+    assert (client.used, client.reserved) == (100, 100)
+
+
+def test_a_job_whose_pictures_cannot_fit_is_refused_with_both_numbers() -> None:
+    def spec(**rollout: Any) -> JobSpec:
+        flow = {"steps": 1, "groups_per_step": 10}
+        tree = {"name": "j", "model": {"path": "m"}, "data": {"path": "d", "images": "images"}, "flow": flow}
+        more = {"rollout": {"max_new_tokens": 4, **rollout}, "train": {"old_logprobs": "engine"}}
+        return parse_spec(tree | more)
+
+    class Source(list[int]):
+        pictures = SimpleNamespace(total_size=100_000)
+
+    def nodes(*room: int) -> list[NodeRecord]:
+        listed = enumerate(room)
+        common: dict[str, Any] = {
+            "incarnation": "i",
+            "address": "a",
+            "slots": ("cpu:0",),
+            "pid": 1,
+            "blobs": "http://x",
+        }
+        return [NodeRecord(name=f"n{number}", blob_bytes=size, **common) for number, size in listed]
+
+    sources: Any = [Source(range(100))]
+    check_blob_room(spec(), nodes(5_000, 5_000), sources)
+    with pytest.raises(SpecError, match=r"pictures of 10 groups .* about 10,000 bytes, .* 2 nodes have 9,999"):
+        check_blob_room(spec(), nodes(5_000, 4_999), sources)
+    with pytest.raises(SpecError, match=r"30 groups .2 steps ahead and 1 in training. take about 30,000 bytes"):
+        check_blob_room(spec(staleness=1), nodes(29_999), sources)
+    with pytest.raises(SpecError, match=r"25 groups .1\.5 steps ahead"):
+        check_blob_room(spec(staleness=1, over_provision=1.5), nodes(24_999), sources)
+    check_blob_room(spec(staleness=20), nodes(100_000), sources)  # the whole data
+    check_blob_room(spec(), nodes(0, 1), sources)  # of an older node nothing is known
