@@ -9,6 +9,7 @@ import asyncio
 import random
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -447,6 +448,19 @@ class SimulatedStores:
 
     async def forget(self, job: str) -> None:
         """The job has ended."""
+
+    trouble = ""
+    """No problem is simulated beside lost blobs and missing room."""
+
+    def job_folder(self, job: str) -> Path:
+        """A folder that does not exist: nothing is recorded here."""
+        return Path("/simulated/blobs") / job
+
+    async def wait_for_secret(self) -> None:
+        """It is known."""
+
+    async def sweep_worlds(self, job: str, worlds: Callable[[], Collection[str]]) -> None:
+        """Blobs of train worlds are in the ranks' own state."""
 
     async def locate(self, job: str, blobs: Collection[str]) -> Mapping[str, Collection[str]]:
         """The nodes that answer and have a blob."""
