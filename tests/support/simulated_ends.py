@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,6 +27,8 @@ from gcore.errors import EngineError, EngineUnreachable
 from gcore.ledger.balance import parts_sha256
 from gcore.ledger.records.chain import Seal
 from gcore.ledger.transactions import TransactionExecutor
+from gcore.media.client import BlobFetch
+from gcore.media.protocol import Blob
 from gcore.observability.metrics import Metrics
 from gcore.store.keys import JobKeys
 from gcore.store.reference import StoreRef
@@ -424,8 +426,24 @@ class SimulatedStores:
     def need(self) -> None:
         """They always run."""
 
+    @property
+    def node(self) -> str:
+        """The name of the node."""
+        return self._node
+
     async def client(self, job: str, address: str = "") -> SimulatedStores:
         return self
+
+    async def client_of(self, job: str, node: str) -> SimulatedStores:
+        return SimulatedStores(node, self._land)
+
+    async def fetch(self, blobs: Sequence[Blob], nodes: Sequence[str]) -> BlobFetch:
+        """Copy blobs from the stores of nodes that have them."""
+        await asyncio.sleep(0.05 * self._land.chance.random())
+        there = set().union(*(self._land.floor.blobs.get(node, set()) for node in nodes))
+        names = {one.sha256 for one in blobs}
+        self._land.floor.blobs.setdefault(self._node, set()).update(names & there)
+        return BlobFetch(frozenset(names & there), frozenset(names - there), {}, str(self.job_folder("")))
 
     async def make_picture(self, picture: PictureRef, incarnation: str, ttl_s: float) -> Medium:
         """Make a blob, which differs each time."""
