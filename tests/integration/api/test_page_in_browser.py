@@ -154,9 +154,10 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
         yield browser
 
 
-def words_are_only_words(browser: Browser) -> None:
+def words_are_only_words(browser: Browser, pictures: int = 0) -> None:
+    """`pictures`: number of pictures that the page itself shows."""
     assert browser.value("typeof window.hurt") == "undefined"
-    assert browser.value("document.querySelectorAll('img').length") == 0
+    assert browser.value("document.querySelectorAll('img').length") == pictures
     assert browser.value("document.scripts.length") == 1
     assert HOSTILE in browser.value("document.body.textContent")
 
@@ -178,7 +179,8 @@ def test_the_list_shows_jobs_and_nodes_and_names_are_only_words(browser: Browser
 def test_a_job_shows_curves_slots_moves_with_reasons_and_events(browser: Browser, address: str, told: Told) -> None:
     browser.open(f"{address}/#{JOB['uid']}")
     browser.until("document.querySelectorAll('#slots rect title').length === 5")
-    words_are_only_words(browser)
+    browser.until("document.querySelector('#pictures img')?.naturalWidth")
+    words_are_only_words(browser, pictures=1)
     shown = browser.value("document.body.innerText")
     for said in (
         "step 17 of 40, lineage 2, on 3 slots",

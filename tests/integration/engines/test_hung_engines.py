@@ -53,7 +53,7 @@ async def bench(*, patience: HealthLimits = QUICK, **ways: tuple[str, ...]) -> A
     with ExitStack() as stack:
         stubs = {name: stack.enter_context(stub_engine(*way)) for name, way in ways.items()}
         made = Bench(stubs, patience)
-        await made.book.aim({name: SimpleNamespace(address=stub.address) for name, stub in stubs.items()})  # type: ignore[misc]
+        await made.book.aim({name: SimpleNamespace(address=stub.address, node="n") for name, stub in stubs.items()})  # type: ignore[misc]
         looking = asyncio.create_task(made.look_after())
         try:
             yield made

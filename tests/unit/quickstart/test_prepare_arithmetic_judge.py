@@ -146,6 +146,7 @@ def test_the_command_knows_every_example_and_says_what_there_is(
         "arithmetic-judge-adapter",
         "calculator",
         "counting",
+        "counting-judge",
     }
     assert command.main(["arithmetic-judge", "--to", str(judge.folder)]) == 0
     said = capsys.readouterr().out

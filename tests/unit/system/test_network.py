@@ -11,7 +11,15 @@ import pytest
 
 from gcore.api.tls import Connector
 from gcore.store.connection import EtcdEndpoint, _made
-from gcore.system.network import bypass_proxies, http_client, join_host_port, listen, open_channel, split_host_port
+from gcore.system.network import (
+    bypass_proxies,
+    http_client,
+    join_host_port,
+    listen,
+    listen_http,
+    open_channel,
+    split_host_port,
+)
 
 NOWHERE = "http://127.0.0.1:9"
 
@@ -69,6 +77,13 @@ def test_listeners_of_either_ip_version_are_reachable(host: str) -> None:
         address = join_host_port(host, listener.getsockname()[1])
         with socket.create_connection(split_host_port(address), timeout=20):
             pass
+
+
+def test_bodies_of_responses_do_not_wait_for_acknowledgements_of_their_heads() -> None:
+    with listen_http("127.0.0.1", 0, 8) as listener, socket.create_connection(listener.getsockname()):
+        accepted, _ = listener.accept()
+        with accepted:
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 @pytest.mark.parametrize("host", ["10.0.0.7", "fd00::1", "gpu-7.cluster"])

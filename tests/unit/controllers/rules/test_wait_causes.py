@@ -21,7 +21,7 @@ from controllers.api.job_messages import JobsServiceBase
 from controllers.cli.output import job_rows, job_snapshot, job_tree
 from controllers.cli.view.live import render_view
 from controllers.cli.view.state import ViewState
-from controllers.rules.view import EngineView, JobView, Timers
+from controllers.rules.view import EngineView, JobView, RankView, Timers
 from controllers.rules.waits import PATIENCE_S, Wait, current_waits
 from controllers.telemetry.notices import WaitReporter
 from gcore.config.rollout import AgentSpec
@@ -30,6 +30,7 @@ from gcore.ledger.records.cluster import Claim, KnownShare, Shares
 from gcore.ledger.records.job import JobPhase, JobStatus, ModelFetch
 from gcore.observability.metrics import Metrics
 from gcore.testing import FakeClock
+from gcore.train.rank.feed import Fetching
 from gcore.types import PromptRef, Version
 from gcore.worker.sandbox.pool import PoolStatus
 
@@ -91,6 +92,13 @@ def with_agent() -> JobView:
     return replace(view, spec=view.spec.model_copy(update={"agent": AgentSpec(name="solver")}), tool_pool=pool)
 
 
+def fetching_blobs() -> JobView:
+    view = sealed_job()
+    assert view.seal is not None
+    fetching = {view.seal.groups[0].digest: Fetching(frozenset({0}), 3_000_000, 0)}
+    return replace(view, ranks={0: RankView(0, holding=view.seal.token, fetching=fetching)})
+
+
 CAUSES: dict[str, Callable[[], JobView]] = {
     "slots": lambda: without_slots(Claim()),
     "paused": lambda: without_slots(Claim(paused=True)),
@@ -114,6 +122,7 @@ CAUSES: dict[str, Callable[[], JobView]] = {
     "agent": with_agent,
     "tools": lambda: replace(running_job(), tool_pool=PoolStatus(3, 7, "3 calls wait for a process of the tools")),
     "exchange": sealed_job,
+    "blobs": fetching_blobs,
     "train": lambda: sealed_job(ready=True, fed=(0, 1)),
     "finish": over,
     "in_flight": left_over,
