@@ -94,6 +94,11 @@ def test_rewards_that_raise_hang_and_crash_cost_their_own_prompts(
     check(entries, faults)
 
 
+def cause(reason: str) -> str:
+    """The beginning of a reason. A first call in a process has a longer time limit, which its reason names."""
+    return reason.split(".")[0].split(" than ")[0]
+
+
 def check(entries: list[LogEntry], faults: list[FaultRecord]) -> None:
     """Each bad prompt fails for its own reason, which is an event; the step metrics have the parts of the rewards."""
     trained = [entry for entry in entries if entry.kind == "train"]
@@ -101,14 +106,14 @@ def check(entries: list[LogEntry], faults: list[FaultRecord]) -> None:
     for entry in trained:
         assert 0.0 <= entry.stats["reward_part/form"] <= 1.0
         assert 0.0 <= entry.stats["reward_part/brief"] <= 1.0
-    failed = {ended.reason.split(".")[0] for entry in entries for ended in entry.delta if ended.kind == "failed"}
+    failed = {cause(ended.reason) for entry in entries for ended in entry.delta if ended.kind == "failed"}
     assert failed == {
         "reward 'moody' raised ValueError: not today",
-        "reward 'moody' took longer than 1 s (reward",
+        "reward 'moody' took longer",
         "reward 'moody' ended its process, which was ended by itself with exit code 9",
     }
     assert all(ended.source == "letters" for entry in entries for ended in entry.delta if ended.kind == "failed")
-    assert {fault.what.split(".")[0] for fault in faults} == failed  # an event for each reason, once
+    assert {cause(fault.what) for fault in faults} == failed  # an event for each reason, once
     (fault,) = (fault for fault in faults if fault.trace)
     assert fault.what.startswith("reward 'moody' raised ValueError: not today")
     assert 'raise ValueError("not today")' in fault.trace
