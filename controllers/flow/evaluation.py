@@ -36,6 +36,7 @@ from gcore.ledger.evaluation import PartPlan, compose_evaluation, plan_parts, re
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records.job import EvalPart, EvalSample, Evaluation
 from gcore.ledger.transactions import TransactionExecutor, TxnOutcome
+from gcore.media.pictures import PictureError
 from gcore.reward.api import RewardError
 from gcore.reward.scorer import ResponseNotJudged
 from gcore.rollout.environments.episode import mark_observed
@@ -319,16 +320,20 @@ class Evaluator:
 
     async def _with_pictures(
         self, version: Version, prompts: Sequence[Prompt], pipeline: SourcePipeline, seeds: Sequence[int], rid: str
-    ) -> Sequence[Sample]:
-        """Generate one response to each prompt, in one request for each, because requests name their pictures."""
+    ) -> Sequence[EvalAnswer]:
+        """Generate one response to each prompt, in one request for each, because requests name their pictures. A prompt
+        whose picture has changed or is damaged gets an error in place of a response."""
         media = self._media
         assert media is not None
 
-        async def one(prompt: Prompt, seed: int, number: int) -> Sample:
+        async def one(prompt: Prompt, seed: int, number: int) -> EvalAnswer:
             params, ids = pipeline.params, prompt.token_ids
             if prompt.pictures:
-                params = replace(params, pictures=await media.in_request(prompt, trained=False))
-                ids = prompt.short_ids
+                try:
+                    pictures = await media.in_request(prompt, trained=False)
+                except PictureError as error:
+                    return RewardError(error.what, where=error.where, fix=error.fix)
+                params, ids = replace(params, pictures=pictures), prompt.short_ids
             (made,) = await self._engines.generate(version, [ids], params, [seed], f"{rid}.{number}")
             return made
 

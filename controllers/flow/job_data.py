@@ -22,6 +22,7 @@ from gcore.config.spec import JobSpec, eval_sources, training_sources
 from gcore.data.stream import EvalPromptSource, JobPrompts, PromptStream
 from gcore.errors import EngineError, EngineUnreachable
 from gcore.ledger.records.cluster import patch_cost
+from gcore.media.pictures import PictureError
 from gcore.reward.api import PictureFile, Response, RewardError, RewardResult, Scored
 from gcore.reward.judges.judge import Judge
 from gcore.reward.pool import FunctionScorer
@@ -123,11 +124,14 @@ class SourcePipeline:
 
     async def each_scored(self, prompt: Prompt, samples: Sequence[Sample]) -> tuple[Scored, ...]:
         """Score the responses to one prompt. The result has an error in the place of each response that cannot be
-        scored. Raises EngineError, and PictureError, if the pictures of the prompt cannot be provided."""
+        scored, which are all if a picture of the prompt has changed or is damaged. Raises EngineError."""
         async with contextlib.AsyncExitStack() as held:
             files: tuple[PictureFile, ...] = ()
             if self.media is not None and prompt.pictures:
-                files = await held.enter_async_context(self.media.files(prompt))
+                try:
+                    files = await held.enter_async_context(self.media.files(prompt))
+                except PictureError as error:
+                    return (RewardError(error.what, where=error.where, fix=error.fix),) * len(samples)
             responses = [make_response(sample, files) for sample in samples]
             return await self.rewards.score(self.source.reward, prompt, responses)
 

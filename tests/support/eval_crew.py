@@ -28,24 +28,29 @@ from gcore.store.keys import JobKeys
 from gcore.store.types import Delete, Put, WatchBatch, WatchEvent
 from gcore.testing import FakeClock, MemoryStore
 from gcore.testing.store import MemoryCluster
-from gcore.types import Prompt, PromptRef, Sample, Version, VersionSpan
+from gcore.types import PictureRef, Prompt, PromptRef, Sample, Version, VersionSpan
 
 KEYS = JobKeys("u")
 FIRST = Version(0, 0)
 
 
 class HeldOut:
-    """A set of `size` prompts; prompt i has the one token 1 + i."""
+    """A set of `size` prompts; prompt i has the one token 1 + i. `seen`: each has a picture."""
 
-    def __init__(self, held_out: EvalSet, size: int) -> None:
+    def __init__(self, held_out: EvalSet, size: int, *, seen: bool) -> None:
         self.source = held_out.source
         self._size = size
+        self._pictures = (PictureRef("/data/a.png", "ab" * 32, 32, 48, 32, 48),) if seen else ()
 
     def __len__(self) -> int:
         return self._size
 
     def prompt(self, index: int) -> Prompt:
-        return Prompt(PromptRef(0, 0, index), f"prompt {index}", (1 + index,), {"answer": "1"}, self.source.name)
+        ids = (1 + index,)
+        fields, pictures = {"answer": "1"}, self._pictures
+        return Prompt(
+            PromptRef(0, 0, index), f"prompt {index}", ids, fields, self.source.name, short_ids=ids, pictures=pictures
+        )
 
 
 class ByText:
@@ -93,7 +98,8 @@ class Engines:
 
 
 class Crew:
-    """`evaluation` is the spec's section with one source for each of `sizes`, whose fields stand in `sets`."""
+    """`evaluation` is the spec's section with one source for each of `sizes`, whose fields stand in `sets`. `media`:
+    stands for the pictures of prompts, which all prompts then have."""
 
     def __init__(
         self,
@@ -102,6 +108,7 @@ class Crew:
         sets: dict[str, dict[str, Any]] | None = None,
         *,
         peers: Sequence[str] = ("a", "b"),
+        media: Any = None,
         text: Callable[[int, int], str] = coin,
     ) -> None:
         sources = [{"name": name, "path": "x", **(sets or {}).get(name, {})} for name in sizes]
@@ -115,13 +122,14 @@ class Crew:
                 "eval": {"every": 2, **(evaluation or {}), "sources": sources},
             }
         )
+        self.media = media
         held_out = eval_sets(self.spec)
         params = SamplingParams(temperature=0.0, max_new_tokens=8)
         self.data: Any = SimpleNamespace(
             spec=self.spec,
             uid="u",
-            evaluation=tuple(HeldOut(one, sizes[one.source.name]) for one in held_out),
-            evaluated={one.source.name: SourcePipeline(one.source, params, ByText()) for one in held_out},  # type: ignore[arg-type]
+            evaluation=tuple(HeldOut(one, sizes[one.source.name], seen=media is not None) for one in held_out),
+            evaluated={one.source.name: SourcePipeline(one.source, params, ByText(), media) for one in held_out},  # type: ignore[arg-type]
         )
         self.clock = FakeClock()
         self.cluster = MemoryCluster(self.clock)
@@ -172,7 +180,7 @@ class Crew:
             return JobView(self.spec, rules, self.mirror, name, f"node-{name}", {}, {})
 
         book = LedgerEvaluations(TransactionExecutor(self.stores[name], KEYS), lambda: self.mirror)
-        return Evaluator(self.data, look, self.changes, self.engines[name], book, self.clock)  # type: ignore[arg-type]
+        return Evaluator(self.data, look, self.changes, self.engines[name], book, self.clock, media=self.media)  # type: ignore[arg-type]
 
     def start(self, *names: str) -> None:
         for name in names or tuple(self.engines):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -14,9 +16,11 @@ from controllers.rules.step import TAKEOVER_S
 from gcore.errors import DataError
 from gcore.ledger.evaluation import PART_RESPONSES, record_evaluation, record_part
 from gcore.ledger.transactions import TransactionExecutor, TxnOutcome
+from gcore.media.pictures import PictureError
+from gcore.reward.api import PictureFile
 from gcore.testing import Call, Fate
 from gcore.testing.store import PerfectNetwork
-from gcore.types import Version
+from gcore.types import Prompt, Version
 
 SIZES = {"sums": 300, "words": 50}
 DRAWN = {"samples": 4, "temperature": 0.8, "pass_k": [1, 2, 4]}
@@ -81,6 +85,33 @@ async def test_responses_that_cannot_be_scored_are_in_no_mean_of_rewards() -> No
     score = made.by_source["sums"]
     assert (score.accuracy, score.metrics["mean@1"], score.unscored, score.why_unscored) == (0.5, 1.0, 2, "odd")
     assert [sample.unscored for sample in made.samples] == ["odd", "", "", "odd"]
+
+
+class Media:
+    """Pictures of prompts, of which those of one prompt cannot be had: before its request, or before it is scored."""
+
+    def __init__(self, damaged: int, when: str) -> None:
+        self._damaged, self._when = damaged, when
+
+    def _check(self, prompt: Prompt, when: str) -> None:
+        if (prompt.ref.seq, when) == (self._damaged, self._when):
+            raise PictureError("the picture has changed", where="a.png")
+
+    async def in_request(self, prompt: Prompt, *, trained: bool) -> None:
+        self._check(prompt, "request")
+
+    @contextlib.asynccontextmanager
+    async def files(self, prompt: Prompt) -> AsyncIterator[tuple[PictureFile, ...]]:
+        self._check(prompt, "score")
+        yield ()
+
+
+@pytest.mark.parametrize("when", ["request", "score"])
+async def test_responses_to_a_damaged_picture_are_unscored(when: str) -> None:
+    crew = Crew({"e": 4}, media=Media(2, when), text=lambda token, seed: "1")
+    crew.start()
+    score = (await crew.finish()).by_source["e"]
+    assert (score.accuracy, score.unscored, score.why_unscored) == (0.75, 1, "a.png: the picture has changed")
 
 
 async def test_more_responses_than_an_engine_takes_at_once_go_in_several_requests() -> None:
