@@ -46,11 +46,11 @@ def media_token_ids(config: Mapping[str, Any]) -> tuple[int, ...]:
     """
     if config.get("vision_config") is None:
         return ()
-    ids = dict(_DEFAULT_IDS.get(str(config.get("model_type")), {}))
+    defaults = dict(_DEFAULT_IDS.get(str(config.get("model_type")), {}))
     if isinstance(config.get("image_token_id"), int):
-        ids.pop("image_token_index", None)  # another name for the same
-    ids |= {name: config[name] for name in MEDIA_TOKENS if isinstance(config.get(name), int)}
-    return tuple(sorted({ids[name] for name in MEDIA_TOKENS if ids.get(name, -1) >= 0}))
+        defaults.pop("image_token_index", None)  # another name for the same
+    ids = {**defaults, **config}  # null: the model has no such token
+    return tuple(sorted({ids[name] for name in MEDIA_TOKENS if isinstance(ids.get(name), int) and ids[name] >= 0}))
 
 
 class ModelFiles:

@@ -169,6 +169,11 @@ def test_the_media_tokens_of_a_configuration_are_those_of_the_loaded_model(famil
     assert 9 in loaded_media_token_ids(other)
 
 
+def test_a_media_token_that_is_null_does_not_exist() -> None:
+    named = {"model_type": "qwen2_5_vl", "vision_config": {}, "image_token_id": 7, "video_token_id": None}
+    assert media_token_ids(named) == (7, 151_652)
+
+
 PLACEHOLDERS = {"llava": "<image>", "idefics3": "<image>", "smolvlm": "<image>", "gemma3": "<start_of_image>"}
 
 
