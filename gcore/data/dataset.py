@@ -436,8 +436,8 @@ class DataChanged(DataError):
 class Dataset:
     """A dataset whose entries are read by number. Thread-safe.
 
-    The file is closed by `close`, at the end of a `with` block, or with the last reference: several threads and tasks
-    of a job read it, and none of them is the last.
+    The file is closed by `close`, at the end of a `with` block, or when nothing refers to the dataset any more. The last
+    is for jobs, whose threads and tasks share a dataset and end in any order.
     """
 
     def __init__(
