@@ -19,7 +19,7 @@ from controllers.changes import ChangeSignal
 from controllers.workers.blobs import NodeBlobs
 from gcore.errors import DataError, EngineError, EngineUnreachable, GcoreError
 from gcore.media.pictures import PictureError
-from gcore.media.protocol import Blob, StoreUnreachable
+from gcore.media.protocol import Blob, StoreUnreachable, blob_path
 from gcore.reward.api import PictureFile
 from gcore.rollout.api import PicturesUnavailable, RequestPictures
 from gcore.system.clock import Clock, retry_delay
@@ -144,7 +144,7 @@ class JobMedia:
     async def files(self, prompt: Prompt) -> AsyncIterator[tuple[PictureFile, ...]]:
         """Yield the files of a prompt's pictures on this node, which stay there until the block ends. Raises as `of`."""
         async with self.in_use(prompt.pictures) as media:
-            yield tuple(PictureFile(str(self.folder / one.sha256[:2] / one.sha256), one.sha256) for one in media)
+            yield tuple(PictureFile(str(self.folder / blob_path(one.sha256)), one.sha256) for one in media)
 
     async def in_request(self, prompt: Prompt, *, trained: bool) -> RequestPictures:
         """The pictures of a prompt as a request to an engine names them. Raises EngineError. `trained`: whether their
@@ -254,8 +254,9 @@ class JobMedia:
             gone = [pictures for pictures, task in self._making.items() if pictures not in needed and task.done()]
             dropped = self._names(self._making.pop(pictures) for pictures in gone)
             kept = self._names(task for task in self._making.values() if task.done())
-            self._reserved = {one: size for one, size in self._reserved.items() if one in needed or one in self._making}
             if self._reserved:
+                wanted = needed | self._making.keys()
+                self._reserved = {one: size for one, size in self._reserved.items() if one in wanted}
                 await self._set_reservation(self._reserved)
             client = await self._blobs.client(self._uid)
             with contextlib.suppress(GcoreError):  # repeated at the next renewal

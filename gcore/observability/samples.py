@@ -32,6 +32,7 @@ from gcore.config.spec import SamplesSpec
 from gcore.errors import UsageError
 from gcore.ledger.records.chain import Head, Seal, SealedGroup
 from gcore.ledger.selection import is_ancestor
+from gcore.media.protocol import blob_path
 from gcore.schema import Record, RecordPart, UnreadableRecord
 from gcore.system.files import replace_file
 from gcore.types import FinishReason, Group, PromptRef, Range, Version
@@ -308,7 +309,7 @@ def keep_pictures(run_dir: Path, version: Version, sha256s: Iterable[str], blobs
     for sha256 in dict.fromkeys(sha256s):
         if find_picture(run_dir, version, sha256) is None:
             with contextlib.suppress(FileNotFoundError):
-                blob = blobs / sha256[:2] / sha256
+                blob = blobs / blob_path(sha256)
                 _link(blob, folder / f"{sha256}{_suffix(blob)}")
 
 

@@ -87,6 +87,6 @@ async def changing(serving: Serving, http: httpx.AsyncClient) -> AsyncIterator[h
     await http.post("/continue_generation", json={})
     await http.post("/end_weight_update", json={})
     # By way of a name that is no version: versions only ever rise.
-    for name in ("put back", FIRST):
+    for name in ("restored", FIRST):
         body = {"model_path": str(serving.weights[0]), "weight_version": name}
         assert (await http.post("/update_weights_from_disk", json=body)).status_code == 200

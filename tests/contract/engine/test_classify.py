@@ -145,7 +145,7 @@ async def test_it_is_given_other_weights_as_an_engine_is(client: EngineClient, s
         assert await client.served() == version
         check(folder, questions, await client.classify(questions, rid=f"with-{version}"))
     await client.call_weights(Version(1, 0))
-    body = {"model_path": str(serving.weights[0]), "weight_version": "put back"}
+    body = {"model_path": str(serving.weights[0]), "weight_version": "restored"}
     async with httpx.AsyncClient(base_url=serving.url, timeout=TIMEOUT_S, trust_env=False) as http:
         await post(http, "/update_weights_from_disk", **body)
         await post(http, "/update_weight_version", new_version=str(FIRST))

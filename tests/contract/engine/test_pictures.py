@@ -309,7 +309,7 @@ async def changing(seeing: Seeing, http: httpx.AsyncClient) -> AsyncIterator[htt
     """Afterwards the first weights are served again."""
     yield http
     await http.post("/continue_generation", json={})
-    for name in ("put back", FIRST):  # versions only rise; a name that is no version comes between
+    for name in ("restored", FIRST):  # versions only rise; a name that is no version comes between
         await post(http, "/update_weights_from_disk", model_path=str(seeing.model), weight_version=name)
 
 

@@ -50,7 +50,7 @@ async def http(request: pytest.FixtureRequest, folders: tuple[Path, Path]) -> As
         await post(http, "/abort_request", abort_all=True)
         if asleep := await released(http):
             await post(http, "/resume_memory_occupation", tags=asleep)
-        for name in ("put back", "0.0"):  # versions only ever rise, but for names that are none
+        for name in ("restored", "0.0"):  # versions only ever rise, but for names that are none
             await post(http, "/update_weights_from_disk", model_path=str(folders[0]), weight_version=name)
 
 

@@ -24,11 +24,12 @@ from typing import Any
 import numpy as np
 import torch
 from rank_splits import FSDP2, grouped_cases, split_of
+from ready_seals import ready_seal
 from safetensors.torch import save_file
 from torch.nn import functional
 
 from gcore.ledger.balance import balance_samples
-from gcore.ledger.records.chain import Seal, SealedGroup, SealState
+from gcore.ledger.records.chain import Seal, SealedGroup
 from gcore.system.clock import SystemClock
 from gcore.system.torch_imports import leave_compiler_out
 from gcore.testing.models import rank_launch
@@ -210,17 +211,7 @@ def make_step() -> tuple[Seal, dict[str, TrainGroup]]:
                 holder="h",
             )
         )
-    seal = Seal(
-        lineage=0,
-        step=1,
-        attempt=1,
-        state=SealState.READY,
-        world="w",
-        world_size=1,
-        mini_batches=1,
-        groups=tuple(sealed),
-    )
-    return seal, held
+    return ready_seal(sealed), held
 
 
 def make_model(folder: Path) -> None:

@@ -19,11 +19,12 @@ from typing import Any
 import numpy as np
 import torch
 from rank_splits import FSDP2, split_of, vision_cases
+from ready_seals import ready_seal
 from safetensors.torch import save_file
 from train_rank_program import join, run, written
 
 from gcore.ledger.balance import balance_samples
-from gcore.ledger.records.chain import Seal, SealedGroup, SealState
+from gcore.ledger.records.chain import Seal, SealedGroup
 from gcore.models.vision import REPEATS, PictureProcessor, auto_class, media_token_ids, picture_arguments
 from gcore.system.clock import SystemClock
 from gcore.testing.models import rank_launch
@@ -95,17 +96,7 @@ def make_step(folder: Path, case: str) -> tuple[Seal, dict[str, TrainGroup]]:
                 masked=CASES[case].get("masked", ((),) * len(listed))[number],
             )
         )
-    seal = Seal(
-        lineage=0,
-        step=1,
-        attempt=1,
-        state=SealState.READY,
-        world="w",
-        world_size=1,
-        mini_batches=1,
-        groups=tuple(sealed),
-    )
-    return seal, held
+    return ready_seal(sealed), held
 
 
 def plain(folder: Path) -> None:
