@@ -88,12 +88,14 @@ class JobMedia:
         A store that does not answer counts as room: making the blobs then fails, with the reason.
         """
         pictures = prompt.pictures
-        if not pictures or pictures in self._making or pictures in self._reserved:
+        if not pictures:
             return True
-        wanted = {**self._reserved, pictures: sum(one.size for one in pictures)}
-        if not await self._set_reservation(wanted):
-            return False
-        self._reserved = {**self._reserved, pictures: wanted[pictures]}
+        if pictures not in self._making and pictures not in self._reserved:
+            wanted = {**self._reserved, pictures: sum(one.size for one in pictures)}
+            if not await self._set_reservation(wanted):
+                return False
+            self._reserved = {**self._reserved, pictures: wanted[pictures]}
+        self._prompts[prompt.ref] = pictures
         return True
 
     async def _set_reservation(self, wanted: Mapping[Pictures, int]) -> bool:

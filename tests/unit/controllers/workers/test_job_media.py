@@ -434,6 +434,20 @@ async def test_room_is_reserved_until_the_blobs_are_stored() -> None:
     assert client.reserved == 0
 
 
+@pytest.mark.parametrize("sampled", [True, False])
+async def test_room_stays_reserved_for_prompts_that_are_going_to_be_sampled(sampled: bool) -> None:
+    client, clock = StoreClient(), FakeClock()
+    first = of_picture(0)
+    media = media_of(client, {first.ref} if sampled else set(), clock)
+    assert await media.reserve(first)
+    running = asyncio.create_task(media.run())
+    try:
+        await clock.advance(RENEW_S + 1)
+        assert client.reserved == (100 if sampled else 0)
+    finally:
+        running.cancel()
+
+
 class Holder:
     """A peer that holds groups of these prompts, which are in no seal."""
 
