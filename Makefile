@@ -200,19 +200,19 @@ GPU_PYTHON ?= 3.12
 GPU_SITE := .gpu-site
 GPU_PACKAGES := aetcd grpcio grpcio-health-checking grpcio-reflection googleapis-common-protos protobuf pydantic pydantic_core annotated-types \
 	typing_inspection tenacity httpx2 httpcore2 truststore cryptography cffi pycparser starlette uvicorn hjson hypothesis sortedcontainers \
-	pytest-asyncio pytest-timeout
+	transformers tokenizers huggingface_hub peft accelerate pytest-asyncio pytest-timeout
 GPU_PLATFORMS := $(addprefix --platform ,manylinux_2_28_x86_64 manylinux_2_27_x86_64 manylinux_2_17_x86_64 manylinux2014_x86_64 manylinux1_x86_64)
 ifeq ($(origin PYTHON),command line)
 test-gpu: GPU_RUN = PYTHONPATH="$(CURDIR):$(abspath $(GPU_SITE))" DS_ACCELERATOR=cuda HF_HUB_OFFLINE=1 PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 $(PYTHON)
-test-gpu: GPU_PLUGINS = -p pytest_asyncio -p pytest_timeout
+test-gpu: GPU_PLUGINS = -p pytest_asyncio.plugin -p pytest_timeout
 test-gpu: $(if $(wildcard .whl/*.whl),$(GPU_SITE))
 else
 test-gpu: GPU_RUN = $(BIN)/python
 test-gpu: setup
 endif
-test-gpu: ## What needs a CUDA device (tests/gpu); with PYTHON=python3 by that Python as it is, without setup
+test-gpu: ## What needs a CUDA device, and the contracts of backends and engines on it; with PYTHON=python3 by that Python as it is, without setup
 	@$(GPU_RUN) -c "import sys, torch; sys.exit(None if torch.cuda.is_available() else 'make test-gpu: no CUDA device here, or a torch without CUDA (constraints/cuda.txt)')"
-	@$(GPU_RUN) -m pytest $(GPU_PLUGINS) -m gpu tests/gpu $(PYTEST_ARGS)
+	@$(GPU_RUN) -m pytest $(GPU_PLUGINS) -m "not sglang and not vllm" tests/gpu tests/contract/train tests/contract/engine $(PYTEST_ARGS)
 
 $(GPU_SITE): $(wildcard .whl/*.whl)
 	@$(PYTHON) -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade --target $@ $^

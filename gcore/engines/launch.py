@@ -190,9 +190,10 @@ def serve_program(program: str, server: str) -> int:
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
     def serve(launch: EngineLaunch, control: ControlLine | None) -> None:
-        from gcore.system.torch_imports import leave_compiler_out
+        from gcore.system.torch_imports import compute_float32_exactly, leave_compiler_out
 
         leave_compiler_out()
+        compute_float32_exactly()
         importlib.import_module(server).serve_engine(launch, control)
 
     return serve_launch(partial(parse_engine_arguments, program), parse_engine_launch, serve)

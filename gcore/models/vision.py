@@ -21,11 +21,13 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
+from packaging.version import Version
 from torch import Tensor, nn
 
 from gcore.errors import DataError, one_line
@@ -97,6 +99,10 @@ def text_attention(module: Any) -> str:
     return str(module.config.get_text_config()._attn_implementation)
 
 
+OLDEST_TRANSFORMERS = Version("5.18")
+"""Before it, the features of several pictures are not told apart at the deeper layers of Qwen3-VL, and log-probabilities are wrong."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class PictureTensors:
     """One picture as the model takes it. `arguments`: arguments of its forward, such as `pixel_values`, for this
@@ -116,9 +122,15 @@ class PictureProcessor:
     """Converts pictures to tensors with the image processor of a model's folder, and caches results by SHA-256."""
 
     def __init__(self, folder: Path, *, cache_bytes: int = CACHE_BYTES) -> None:
-        """Load the processor. Raises DataError if the folder has none that pillow alone can run."""
+        """Load the processor. Raises DataError if the folder has none that pillow alone can run, or if transformers is too old."""
         from transformers import AutoImageProcessor
 
+        if Version(installed := version("transformers")) < OLDEST_TRANSFORMERS:
+            raise DataError(
+                f"pictures need transformers {OLDEST_TRANSFORMERS} or newer, and {installed} is installed",
+                where=str(folder),
+                fix="pip install -U gcore[vision]",
+            )
         try:
             self._processor = AutoImageProcessor.from_pretrained(folder, backend="pil", local_files_only=True)
         except (OSError, ValueError, KeyError, TypeError, ImportError) as error:

@@ -1,4 +1,4 @@
-"""Keep torch's compiler and DTensor out of a worker until something needs them.
+"""How a worker sets torch up: without the compiler and DTensor until something needs them, and with float32 that is float32.
 
 transformers decorates functions for `torch.compile` and imports DTensor at load, and an optimizer's first step imports the compiler to mark
 graph breaks. gcore compiles nothing and shards with DeepSpeed, so this would cost each worker 1.5 s of CPU time and 70 MB at every start.
@@ -32,6 +32,14 @@ def leave_compiler_out() -> None:
         sys.modules[_MASKS] = _Masks(_MASKS)
         vars(torch)["_dynamo"] = stand_in
     _say_there_is_no_distributed()
+
+
+def compute_float32_exactly() -> None:
+    """Keep convolutions in float32 from rounding their inputs to TF32 on GPUs, as torch does by default. Matrix products do not.
+
+    Engines and ranks must have the same log-probabilities, and the patch embedding of a vision tower is a convolution.
+    """
+    torch.backends.cudnn.allow_tf32 = False
 
 
 def _say_there_is_no_distributed() -> None:

@@ -196,8 +196,7 @@ def packing_obstacle(module: nn.Module, context: int | None, vision: VisionFeedi
     before = text_attention(model)
     limit = int(getattr(config, "max_position_embeddings", None) or 0)
     PACKED.register()
-    PACKED.group = ALONE
-    PACKED.context = min(context, limit) if context and limit else context or limit
+    PACKED.begin(min(context, limit) if context and limit else context or limit)
     try:
         error = _error(model, before, vision)
     except (

@@ -21,8 +21,10 @@ from gcore.config.train import TrainSpec
 from gcore.errors import GcoreError
 from gcore.ledger.balance import balance_samples
 from gcore.ledger.records.chain import SealedGroup
+from gcore.rollout.api import FolderUpdate
 from gcore.system.clock import SystemClock
 from gcore.testing.models import rank_launch
+from gcore.train.backends.adapters import BaseReference
 from gcore.train.backends.distributed import Collective, Rendezvous, open_store
 from gcore.train.backends.packed_attention import PACKED
 from gcore.train.batching import Feeding, make_dummy
@@ -61,6 +63,10 @@ CONFIGS: dict[str, Any] = {
     "gpt2": lambda: transformers.GPT2Config(vocab_size=VOCABULARY, n_embd=128, n_layer=2, n_head=4, n_positions=256),
     "mistral": lambda: transformers.MistralConfig(**COMMON, sliding_window=16),
 }
+
+
+BACKENDS = [("deepspeed", 1), ("deepspeed", 2), ("deepspeed", 3), ("fsdp2", 1), ("fsdp2", 3)]
+OTHER = {"deepspeed": "fsdp2", "fsdp2": "deepspeed"}
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +134,7 @@ def launch_of(model: Path, run: Path, start: dict[str, Any] | None = None, **tra
 
 
 def started(launch: RankLaunch, world: Collective) -> tuple[StepTrainer, RankModels]:
-    manifest = _manifest(launch)
+    manifest = _manifest(launch, lambda _: None)
     models = load_models(launch, world.device, world.max, lambda: None)
     progress = UpdateCounts(0, 0)
     if manifest is not None and launch.checkpoint_path is not None:
@@ -146,6 +152,11 @@ def run(trainer: StepTrainer, step: int, mini_batches: int = 2) -> StepResult:
     result = trainer.run(make_work(step, mini_batches), lambda phase: None)
     assert trainer._saver.writer.wait(60)
     return result
+
+
+def staged_folder(run: Path, result: StepResult) -> Path:
+    assert isinstance(result.weights, FolderUpdate)
+    return run / result.weights.folder
 
 
 def plain_losses(model: Path) -> float:
@@ -171,20 +182,21 @@ def plain_losses(model: Path) -> float:
                 gain = advantages[index]
                 parts.append(torch.maximum(-gain * ratio, -gain * ratio.clamp(0.8, 1.2)))
         loss = torch.cat(parts).mean()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
         optimizer.step()
         losses.append(float(loss.detach()))
     return sum(losses) / len(losses)
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(("backend", "stage"), BACKENDS)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_step_has_the_loss_of_a_plain_loop(
-    world: Collective, models: Path, tmp_path: Path, name: str, dtype: str, stage: int
+    world: Collective, models: Path, tmp_path: Path, name: str, dtype: str, backend: str, stage: int
 ) -> None:
-    trainer, loaded = started(launch_of(models / name, tmp_path, dtype=dtype, zero_stage=stage), world)
+    launch = launch_of(models / name, tmp_path, dtype=dtype, backend=backend, zero_stage=stage)
+    trainer, loaded = started(launch, world)
     assert loaded.policy.feeding.packing == ("bucketed" if name == "mistral" else "packed")
     metrics = run(trainer, 1).metrics
     assert metrics["loss"] == pytest.approx(plain_losses(models / name), abs=2e-4 if dtype == "fp32" else 3e-2)
@@ -192,27 +204,78 @@ def test_a_step_has_the_loss_of_a_plain_loop(
     assert metrics["padding"] < 0.05
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("then", ["itself", "the other"])
+@pytest.mark.parametrize(("backend", "stage"), [("deepspeed", 1), ("deepspeed", 3), ("fsdp2", 3)])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_a_checkpoint_goes_on_where_it_was_and_staged_weights_are_the_policys(
-    world: Collective, models: Path, tmp_path: Path, dtype: str, stage: int
+    world: Collective, models: Path, tmp_path: Path, dtype: str, backend: str, stage: int, then: str
 ) -> None:
-    trainer, loaded = started(launch_of(models / "qwen3", tmp_path, dtype=dtype, zero_stage=stage), world)
+    fixed: dict[str, Any] = {"dtype": dtype}
+    trainer, loaded = started(launch_of(models / "qwen3", tmp_path, backend=backend, zero_stage=stage, **fixed), world)
     first = run(trainer, 1)
-    staged = load_file(tmp_path / first.weights.folder / "model.safetensors")
+    staged = load_file(staged_folder(tmp_path, first) / "model.safetensors")
     served = {one.name: one.tensor.float().cpu() for one in loaded.policy.tensors("served")}
     assert all(torch.equal(staged[name], served[name]) for name in served)
-    published = load_module(tmp_path / first.weights.folder, torch.float32)
+    published = load_module(staged_folder(tmp_path, first), torch.float32)
     assert all(torch.equal(one, served[name]) for name, one in published.named_parameters())
     second = run(trainer, 2)
     before = load_file(tmp_path / "checkpoints/0-2" / "model.safetensors")
     start = {"step": 1, "checkpoint": "checkpoints/0-1"}
     # Its own folder for what comes out, the same for what goes in.
-    again, _ = started(launch_of(models / "qwen3", tmp_path, start, dtype=dtype, zero_stage=4 - stage), world)
+    fixed["backend"] = backend if then == "itself" else OTHER[backend]
+    again, _ = started(launch_of(models / "qwen3", tmp_path, start, zero_stage=4 - stage, **fixed), world)
     repeated = run(again, 2)
     assert repeated.metrics["loss"] == pytest.approx(second.metrics["loss"], abs=1e-5 if dtype == "fp32" else 1e-2)
     after = load_file(tmp_path / "checkpoints/0-2" / "model.safetensors")
     assert all(float((after[name] - before[name]).abs().max()) < 1e-4 for name in before if dtype == "fp32")
+
+
+@pytest.mark.parametrize(("backend", "stage"), [("deepspeed", 1), ("deepspeed", 3), ("fsdp2", 3)])
+def test_adapters_learn_and_the_base_model_keeps_its_bits(
+    world: Collective, models: Path, tmp_path: Path, backend: str, stage: int
+) -> None:
+    settings: dict[str, Any] = {"lora": {"rank": 4}, "dtype": "bf16", "kl_coef": 0.1, "backend": backend}
+    trainer, loaded = started(launch_of(models / "qwen3", tmp_path, zero_stage=stage, **settings), world)
+    before = load_file(models / "qwen3" / "model.safetensors")
+    original = _base_logits(loaded)
+    first = run(trainer, 1, mini_batches=1)
+    assert first.metrics["kl_reference"] == pytest.approx(0, abs=1e-6), "adapters begin as nothing"
+    second = run(trainer, 2, mini_batches=1)
+    assert second.metrics["kl_reference"] > 0
+    assert torch.equal(_base_logits(loaded), original)
+    adapters = {one.name: one.tensor.float().cpu() for one in loaded.policy.tensors("served")}
+    assert all("lora_" in name for name in adapters)
+    merged = load_file(staged_folder(tmp_path, second) / "model.safetensors")
+    changed = [name for name in before if not torch.equal(merged[name], before[name])]
+    assert changed
+    assert all(name.rpartition(".")[0].endswith("_proj") for name in changed), "what adapters are on"
+
+
+def _base_logits(loaded: RankModels) -> torch.Tensor:
+    """Of the model with its adapters off."""
+    assert isinstance(loaded.reference, BaseReference)
+    with loaded.reference.awake() as logits_of, torch.no_grad():
+        return logits_of(make_dummy(loaded.policy.feeding).inputs).cpu()
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_fsdp2_keeps_masters_and_moments_on_the_host_with_the_same_losses(
+    world: Collective, models: Path, tmp_path: Path, dtype: str
+) -> None:
+    found = []
+    for offload in (False, True):
+        settings: dict[str, Any] = {"dtype": dtype, "backend": "fsdp2", "offload_state": offload}
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_allocated()
+        trainer, loaded = started(launch_of(models / "qwen3", tmp_path / str(offload), **settings), world)
+        losses = [run(trainer, step).metrics["loss"] for step in (1, 2)]
+        places = {one.device.type for one in loaded.policy.optimizer_tensors()}
+        found.append((losses, torch.cuda.memory_allocated() - before, places))
+        del trainer, loaded
+    assert found[1][0] == pytest.approx(found[0][0], abs=1e-5 if dtype == "fp32" else 1e-2)
+    assert found[0][2] == {"cuda"}
+    assert found[1][2] == {"cpu"}
+    assert found[1][1] < 0.7 * found[0][1]
 
 
 @pytest.mark.parametrize("stage", [1, 3])
@@ -257,7 +320,7 @@ def test_checkpointed_activations_give_the_same_loss_and_gradient_norm_in_less_m
 def test_the_reference_is_on_the_device_only_while_it_is_used(
     world: Collective, models: Path, *, offload: bool
 ) -> None:
-    module = load_module(models / "llama", torch.float32)
+    module: Any = load_module(models / "llama", torch.float32)
     plain = copy.deepcopy(module)
     reference = Reference(module, TrainSpec(kl_coef=0.1, offload_reference=offload), world.device)
     places = lambda: {parameter.device.type for parameter in module.parameters()}  # noqa: E731

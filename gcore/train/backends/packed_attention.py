@@ -70,6 +70,10 @@ class PackedAttention:
         """Register this object in transformers as the attention of models whose `attn_implementation` is `NAME`."""
         AttentionInterface.register(NAME, self)
 
+    def begin(self, context: int) -> None:
+        """Prepare for another model, with plain attention of this rank alone. `context`: maximum sequence length in tokens."""
+        self.context, self.group, self._varlen = context, ALONE, None
+
     def lay(self, rectangles: Sequence[Rectangle], device: torch.device) -> None:
         """Set how the row of the next forward pass, of all ranks of the group, is split: its rectangles, in order."""
         self._rectangles = tuple(rectangles)
@@ -124,7 +128,7 @@ class PackedAttention:
         both = []
         for attend in (self._at_once, self._by_rectangle):
             out = attend(leaves[0], leaves[1], leaves[2], dim**-0.5)
-            both.append([out, *torch.autograd.grad(out.float().square().sum(), leaves)])
+            both.append([out.detach(), *torch.autograd.grad(out.float().square().sum(), leaves)])
         return max(
             float((a.float() - b.float()).abs().max() / b.float().abs().max()) for a, b in zip(*both, strict=True)
         )

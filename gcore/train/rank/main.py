@@ -223,9 +223,10 @@ def _manifest(launch: RankLaunch, tell: Callable[[str], None]) -> Manifest | Non
 
 def _import_the_rest(backend: str, tell: Callable[[str], None]) -> None:
     """Import transformers, and DeepSpeed if it is the backend: seconds. Raises DataError."""
-    from gcore.system.torch_imports import leave_compiler_out
+    from gcore.system.torch_imports import compute_float32_exactly, leave_compiler_out
 
     leave_compiler_out()
+    compute_float32_exactly()
     from gcore.train.models import import_backend
 
     tell("loading")

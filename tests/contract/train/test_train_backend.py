@@ -1,4 +1,7 @@
-"""The contract of `gcore.train.backends.base.TrainBackend`: DeepSpeed at every ZeRO stage and FSDP2, on one rank, and the fake."""
+"""The contract of `gcore.train.backends.base.TrainBackend`: DeepSpeed at every ZeRO stage and FSDP2, on one rank, and the fake.
+
+A rank without a GPU runs on the CPU; `make test-gpu` runs the same cases on a CUDA device.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,8 @@ from gcore.train.packing import Packing
 VOCABULARY, BETAS, CLIP = 12, (0.9, 0.99), 0.5
 ADAM: tuple[AdamKind, AdamKind] = ("exp_avg", "exp_avg_sq")
 KINDS: tuple[TensorKind, ...] = ("served", "master", *ADAM)
-FEEDING = Feeding("bucketed", VOCABULARY, torch.device("cpu"))
+CPU = torch.device("cpu")
+FEEDING = Feeding("bucketed", VOCABULARY, CPU)
 Make = Callable[[], TrainBackend]
 
 
@@ -76,15 +80,18 @@ def made(
         from gcore.train.hf_models import logits_of
 
         return FakeTrainBackend(module, FEEDING, logits_of(module), betas=BETAS, max_grad_norm=CLIP)
+    device = torch.device("cuda") if torch.cuda.is_available() else CPU
+    feeding = Feeding("bucketed", VOCABULARY, device)
+    module.to(device)
     offload = name.endswith("offloaded")
     how = OptimizerSettings(3 if offload else int(name[-1]), half, BETAS, 0.0, CLIP, offload)
     if name.startswith("fsdp"):
         from gcore.train.backends.fsdp2 import Fsdp2Backend
 
-        return Fsdp2Backend(module, how, FEEDING)
+        return Fsdp2Backend(module, how, feeding)
     from gcore.train.backends.deepspeed import DeepSpeedBackend
 
-    return DeepSpeedBackend(module, how, FEEDING)
+    return DeepSpeedBackend(module, how, feeding)
 
 
 @pytest.fixture(params=["fake", *REAL])
@@ -109,7 +116,7 @@ def learn(backend: TrainBackend, rate: float, target: int = 1) -> Any:
 
 
 def everything(backend: TrainBackend, kind: TensorKind) -> dict[str, Tensor]:
-    return {one.name: one.tensor.clone() for one in backend.tensors(kind)}
+    return {one.name: one.tensor.cpu().clone() for one in backend.tensors(kind)}
 
 
 def plain_gradient(scale: float = 1.0) -> dict[str, Tensor]:
@@ -284,7 +291,7 @@ def test_a_frozen_parameter_is_not_trained_and_the_others_are_as_without_it(name
     for kind in KINDS:
         assert list(everything(backend, kind)) == list(plain)
     frozen = [one for one in backend.forward_tensors() if one.numel() == before.numel()]
-    assert any(torch.equal(one.flatten(), before.flatten()) for one in frozen), "its values are as they were"
+    assert any(torch.equal(one.cpu().flatten(), before.flatten()) for one in frozen), "its values are as they were"
 
 
 @pytest.mark.usefixtures("world")
@@ -294,7 +301,7 @@ def test_a_frozen_parameter_takes_the_memory_of_the_forward_pass_dtype(name: str
     before = Bigram().first.weight.bfloat16().flatten()
     learn(backend, 0.1)
     held = [one for one in backend.forward_tensors() if one.numel() == before.numel()]
-    assert any(one.dtype == torch.bfloat16 and torch.equal(one.flatten(), before) for one in held)
+    assert any(one.dtype == torch.bfloat16 and torch.equal(one.cpu().flatten(), before) for one in held)
     assert {one.tensor.dtype for one in backend.tensors("master")} == {torch.float32}
 
 
@@ -308,7 +315,8 @@ def test_one_rank_updates_every_part_of_every_parameter(backend: TrainBackend) -
         whole = everything(backend, kind)
         pieces = list(backend.pieces(kind, extents))
         assert all(
-            torch.equal(piece, whole[extent.name].flatten()) for piece, extent in zip(pieces, extents, strict=True)
+            torch.equal(piece.cpu(), whole[extent.name].flatten())
+            for piece, extent in zip(pieces, extents, strict=True)
         )
 
 

@@ -118,7 +118,8 @@ def test_gpu_tests_start_with_the_python_that_is_there_and_carried_wheels(checko
     assert ".venv" not in said
     (call,) = (line for line in said.splitlines() if " -m pytest " in line)
     assert f'PYTHONPATH="{checkout}:{checkout}/.gpu-site"' in call
-    assert call.endswith("python3 -m pytest -p pytest_asyncio -p pytest_timeout -m gpu tests/gpu ")
+    assert "python3 -m pytest -p pytest_asyncio.plugin -p pytest_timeout " in call
+    assert call.endswith(" tests/gpu tests/contract/train tests/contract/engine ")
 
 
 def test_wheels_are_carried_for_every_package_in_its_pinned_version(checkout: Path) -> None:

@@ -208,6 +208,14 @@ def test_no_rank_packs_when_another_cannot() -> None:
     )
 
 
+def test_the_kernel_of_a_model_before_is_not_used_in_the_trial_of_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    def of_the_model_before(*_: object, **__: object) -> Tensor:
+        raise RuntimeError("this kernel computes only in half precision on a GPU")
+
+    monkeypatch.setattr(PACKED, "_varlen", of_the_model_before)
+    assert choose_feeding(make_model("llama"), TrainSpec(), None, alone) == FeedingChoice("packed")
+
+
 def test_rectangles_must_cover_the_row() -> None:
     model = make_model("llama")
     assert packing_obstacle(model, None) == ""

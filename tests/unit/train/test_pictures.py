@@ -270,6 +270,14 @@ def test_a_tensor_that_the_checkpoint_lacks_is_named(folders: dict[str, Path], t
         load_module(folder, torch.float32)
 
 
+def test_a_transformers_that_confuses_pictures_is_refused(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gcore.models.vision.version", lambda _: "5.17.0")
+    with pytest.raises(DataError, match=r"pictures need transformers 5\.18 or newer, and 5\.17\.0 is installed"):
+        PictureProcessor(folders["qwen3_vl"])
+
+
 def test_a_text_model_has_no_vision(tmp_path: Path) -> None:
     module: Any = load_module(make_tiny_model(tmp_path), torch.float32)
     assert not has_vision(module.config)
