@@ -183,6 +183,7 @@ def check_adapters(folder: Path, targets: Iterable[str], rank: int) -> None:
     """
     matrices = (one for path in weight_files(folder) for one in matrix_shapes(path))
     shapes = {name: shape for name, shape in matrices if not EMBEDDING.search(name)}
+    widths: dict[str, int] = {}
     for target in targets:
         own = re.compile(rf"(.*\.)?{re.escape(target)}" if target else r".*\.\d+\..*")
         chosen = {name: one for name, one in shapes.items() if own.fullmatch(name)}
@@ -191,13 +192,14 @@ def check_adapters(folder: Path, targets: Iterable[str], rank: int) -> None:
             raise SpecError(
                 f"no layer of the model is called {target!r}", where="train.lora.targets", fix=f"Name some of {known}"
             )
-        name, shape = min(chosen.items(), key=lambda item: min(item[1]))
-        if rank > min(shape):
-            raise SpecError(
-                f"rank {rank} is above the width of layer {name} ({min(shape)})",
-                where="train.lora.rank",
-                fix="Lower it",
-            )
+        widths |= {name: min(shape) for name, shape in chosen.items()}
+    name = min(widths, key=widths.__getitem__)
+    if rank > widths[name]:
+        raise SpecError(
+            f"rank {rank} is above the width of layer {name} ({widths[name]})",
+            where="train.lora.rank",
+            fix=f"Set it to {widths[name]} or less",
+        )
 
 
 def weight_files(folder: Path) -> list[Path]:

@@ -135,10 +135,10 @@ def _check_targets(module: nn.Module, lora: LoraSpec, folder: Path) -> None:
             where="train.lora.targets",
             fix="Leave it out",
         )
-    narrow = min(found.items(), key=lambda item: min(item[1].weight.shape))
-    if lora.rank > min(narrow[1].weight.shape):
+    width, narrow = min((min(layer.weight.shape), name) for name, layer in found.items())
+    if lora.rank > width:
         raise DataError(
-            f"rank {lora.rank} is above the width of layer {narrow[0]} of {folder.name} ({min(narrow[1].weight.shape)})",
+            f"rank {lora.rank} is above the width of layer {narrow} of {folder.name} ({width})",
             where="train.lora.rank",
-            fix="Lower it",
+            fix=f"Set it to {width} or less",
         )
