@@ -46,7 +46,7 @@ def first_plan(snapshot: Snapshot, wanted: PlacementRequest, *, world: str, gene
     if count_lacking_slots(snapshot, wanted):
         raise SpecError(
             f"{_in_words(wanted, ranks or 1)} do not fit on {count_noun(len(places), 'slot')}",
-            where="train.ranks" if not wanted.has_own_slots else "placement",
+            where="placement" if wanted.has_own_slots else _to_lower(wanted),
             fix=f"Lower {_to_lower(wanted)}, or start controllers with more slots",
         )
     sizes = wanted.sizes
@@ -82,8 +82,9 @@ def _in_words(wanted: PlacementRequest, ranks: int) -> str:
 
 
 def _to_lower(wanted: PlacementRequest) -> str:
+    """Name the fields of the spec that request so many slots, for an error message."""
     if not wanted.has_own_slots:
-        return "train.ranks"
+        return "train.sequence_parallel" if wanted.ranks is None and wanted.sizes.train > 1 else "train.ranks"
     return "placement.train or placement.reward" if wanted.reward else "placement.train"
 
 

@@ -77,6 +77,15 @@ def test_with_static_each_pool_has_slots_of_its_own() -> None:
         first_plan(there(1), PlacementRequest(2, train=2), world="w", generation=1)
 
 
+def test_too_few_slots_are_blamed_on_the_field_that_requests_them() -> None:
+    for train, field in (({"ranks": 3}, "ranks"), ({"sequence_parallel": 4}, "sequence_parallel")):
+        wanted = PlacementRequest.by(spec(train=train))
+        with pytest.raises(
+            SpecError, match=rf"train\.{field}: . train ranks do not fit.*Lower train\.{field}, or start"
+        ):
+            first_plan(there(1, 1), wanted, world="w", generation=1)
+
+
 @pytest.mark.parametrize(
     ("more", "why"),
     [
