@@ -156,6 +156,12 @@ DEFAULT_CONTROLLERS = 2
 DEFAULT_SLOTS = "cpu:2"
 
 
+def was_given(context: typer.Context, name: str) -> bool:
+    """Whether the user gave the option or its environment variable."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name in ("COMMANDLINE", "ENVIRONMENT")
+
+
 T = TypeVar("T")
 Function = TypeVar("Function", bound=Callable[..., None])
 INTERRUPTED = 130

@@ -33,6 +33,7 @@ from controllers.cli.options import (
     call_cluster,
     command,
     verb_examples,
+    was_given,
 )
 from controllers.cli.output import Output, message_tree, printable_cells, printable_text
 from controllers.cli.terminal import display, rows_table, say
@@ -388,7 +389,7 @@ def up(
         say(f"  etcd    {cluster.etcd.endpoint}  {cluster.etcd.binary}")
         say(f"Page: {cluster.page}")
     if not result.started:
-        given = {name for name in context.params if _was_given(context, name)}
+        given = {name for name in context.params if was_given(context, name)}
         check_cluster_matches(cluster, given, controllers, local.deal_slots(slots, 1)[0])
 
 
@@ -407,12 +408,6 @@ def check_cluster_matches(
             where=cluster.home,
             fix="Stop it with `gcore down`, then start it with the new options",
         )
-
-
-def _was_given(context: typer.Context, name: str) -> bool:
-    """Whether the user gave the option or its environment variable."""
-    source = context.get_parameter_source(name)
-    return source is not None and source.name in ("COMMANDLINE", "ENVIRONMENT")
 
 
 @command("down", CLUSTER, "gcore down", "gcore down --home /tmp/other")

@@ -30,10 +30,11 @@ from controllers.cli.options import (
     Slots,
     SpecFile,
     command,
+    was_given,
 )
 from controllers.cli.output import PREPARED, Output, as_json
 from controllers.cli.terminal import display, rows_table, say
-from gcore.errors import UsageError, explain_os_errors
+from gcore.errors import SpecError, UsageError, explain_os_errors
 from gcore.quickstart import NAMES
 from gcore.system.process import identify_process
 
@@ -288,6 +289,7 @@ PREPARED_UNDER = Path(PREPARED)
     "gcore validate grpo.yaml --set train.ranks=4 --controllers 4 --slots cuda:8 -o json",
 )
 def validate(
+    context: typer.Context,
     spec: SpecFile,
     set_: Set = None,
     controllers: Controllers = DEFAULT_CONTROLLERS,
@@ -316,7 +318,12 @@ def validate(
 
     loaded = load_spec(spec, set_ or ())
     planned_processes(loaded, controllers, slots, None)  # Report too few slots before the data are read.
-    check_offload(loaded, (slot for share in deal_slots(slots, controllers) for slot in share))
+    try:
+        check_offload(loaded, (slot for share in deal_slots(slots, controllers) for slot in share))
+    except SpecError as wrong:
+        if was_given(context, "slots"):
+            raise
+        say(f"warning: 'gcore run' would refuse the spec on its default slots, {slots}: {wrong}", err=True)
     checked = check_files(loaded, home, sample)
     processes = planned_processes(loaded, controllers, slots, checked.models)
     prompts = checked.prompts.prompts

@@ -231,3 +231,16 @@ def test_a_mistake_ends_the_command_with_2_and_its_sentence(folder: Path) -> Non
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("gcore: data.shards: an epoch has 38 prompts, but data.shards is 39")
     assert done.stderr.count("\n") == 1
+
+
+def test_offloading_to_host_memory_is_refused_on_cpu_slots_that_were_named_and_warned_of_on_default_ones(
+    folder: Path,
+) -> None:
+    offload = ("--set", "train.backend=fsdp2", "--set", "train.offload_state=true")
+    done = validate(folder, *offload)
+    assert done.returncode == 0
+    assert "warning: 'gcore run' would refuse the spec on its default slots, cpu:2: train.offload_state:" in done.stderr
+    refused = validate(folder, *offload, "--slots", "cpu:2")
+    assert refused.returncode == 2
+    assert "train.offload_state: offload_state moves the train state from a GPU to host memory" in refused.stderr
+    assert validate(folder, *offload, "--slots", "cuda:2").stderr == ""
