@@ -8,7 +8,7 @@ nothing but the data caches and the folder of the runs.
 from __future__ import annotations
 
 import asyncio
-import importlib.util
+import importlib.metadata
 import json
 import math
 import os
@@ -16,6 +16,8 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+
+from packaging.requirements import Requirement
 
 from controllers.flow.curriculum_orders import check_curriculum
 from controllers.flow.job_data import rewards_of
@@ -166,18 +168,38 @@ def check_blob_room(spec: JobSpec, nodes: Sequence[NodeRecord], sources: Iterabl
         )
 
 
+BACKEND_EXTRAS = {"deepspeed": "train", "fsdp2": "fsdp2"}
+"""Extras of gcore with the packages of each train backend."""
+
+
 def check_backend(spec: JobSpec, nodes: Sequence[NodeRecord]) -> None:
-    """Check that what trains the model is installed here; emulated slots need nothing. Raises SpecError."""
+    """Check that the packages that train the model are installed here, in versions that gcore supports.
+
+    Emulated slots need none. Raises SpecError.
+    """
     if nodes and all(is_emulated(slot) for node in nodes for slot in node.slots):
         return
-    if spec.train.backend == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
-        raise SpecError(
-            "DeepSpeed is not installed here",
-            where="train.backend",
-            fix="Install gcore[train] on every node, or set train.backend: fsdp2",
-        )
-    if spec.train.lora is not None and importlib.util.find_spec("peft") is None:
-        raise SpecError("PEFT is not installed here", where="train.lora", fix="Install gcore[lora] on every node")
+    backend = spec.train.backend
+    other = ", or set train.backend: fsdp2" if backend == "deepspeed" else ""
+    _check_packages(BACKEND_EXTRAS[backend], "train.backend", other)
+    if spec.train.lora is not None:
+        _check_packages("lora", "train.lora")
+
+
+def _check_packages(extra: str, where: str, other: str = "") -> None:
+    """Check the packages of an extra of gcore on this machine. `other`: what else a user may do. Raises SpecError."""
+    fix = f"Install gcore[{extra}] on every node{other}"
+    for one in map(Requirement, importlib.metadata.requires("gcore") or ()):
+        if one.marker is None or not one.marker.evaluate({"extra": extra}):
+            continue
+        try:
+            version = importlib.metadata.version(one.name)
+        except importlib.metadata.PackageNotFoundError as error:
+            raise SpecError(f"the package {one.name} is not installed here", where=where, fix=fix) from error
+        if not one.specifier.contains(version, prereleases=True):
+            raise SpecError(
+                f"{one.name} {version} is installed here, and gcore supports {one.specifier}", where=where, fix=fix
+            )
 
 
 def check_offload(spec: JobSpec, slots: Iterable[str]) -> None:

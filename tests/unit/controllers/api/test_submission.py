@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,6 +14,7 @@ from controllers.api.store_reader import StoreReader
 from controllers.api.submission.checks import (
     MIN_FREE_BYTES,
     MOST_FOR_EVER,
+    check_backend,
     check_kept_checkpoints,
     check_picture_model,
     check_ranks,
@@ -26,7 +28,7 @@ from gcore.config.local_cluster import FILE_NAME, LocalClusterState
 from gcore.data.dataset import DataChanged
 from gcore.data.stream import DataIdentity, identify_data
 from gcore.errors import GcoreError, SpecError, UsageError
-from gcore.ledger.records.job import JobPhase, JobRecord, JobStatus
+from gcore.ledger.records.job import JobPhase, JobRecord, JobStatus, NodeRecord
 from gcore.plugins import PluginFault
 from gcore.store.reference import StoreRef
 from gcore.store.types import Put
@@ -135,6 +137,33 @@ def test_ranks_that_fit_or_may_fit_once_more_nodes_are_there_are_let_in(ranks: i
 def test_ranks_that_will_never_fit_are_refused() -> None:
     with pytest.raises(SpecError, match=r"train\.ranks: 3 train ranks do not fit on 2 slots"):
         check_ranks(spec_of_ranks(3), 2)
+
+
+@pytest.mark.parametrize(
+    ("train", "package", "version", "said"),
+    [
+        ({}, "deepspeed", None, r"train\.backend: the package deepspeed is not installed here\. Install gcore\[train\] .*fsdp2"),
+        ({}, "deepspeed", "0.15.4", r"train\.backend: deepspeed 0\.15\.4 is installed here, and gcore supports >=0\.16\."),
+        ({"backend": "fsdp2"}, "torch", "2.5.1+cpu", r"train\.backend: torch .*>=2\.6\. Install gcore\[fsdp2\] on every node$"),
+        ({"backend": "fsdp2", "lora": {}}, "peft", None, r"train\.lora: the package peft .* Install gcore\[lora\] on every node$"),
+        ({"lora": {}}, "peft", "0.14.0", r"train\.lora: peft 0\.14\.0 is installed here, and gcore supports >=0\.15"),
+    ],
+)  # fmt: skip
+def test_a_backend_whose_package_is_missing_or_too_old_is_refused(
+    monkeypatch: pytest.MonkeyPatch, train: dict[str, object], package: str, version: str | None, said: str
+) -> None:
+    def installed(name: str) -> str:
+        if name == package and version is None:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return version if name == package and version is not None else "1000"
+
+    monkeypatch.setattr(importlib.metadata, "version", installed)
+    spec = parse_spec(spec_of_ranks(None).model_dump(mode="json") | {"train": train})
+    with pytest.raises(SpecError, match=said):
+        check_backend(spec, ())
+    check_backend(spec, [NodeRecord(name="n", incarnation="i", address="h:1", slots=("emulated:0",), pid=1)])
+    monkeypatch.undo()
+    check_backend(spec, ())
 
 
 def test_an_engine_that_serves_no_pictures_of_a_model_is_refused_by_the_models_type(tmp_path: Path) -> None:
