@@ -446,15 +446,18 @@ def blame_judge(number: int, judge: JudgeSpec) -> Iterator[None]:
     try:
         yield
     except DataError as error:
-        where = f"judges.{number} ({judge.name!r})" + (f", {_own(number, error.where)}" if error.where else "")
-        raise type(error)(error.what, where=where, fix=_own(number, error.fix or "") or None) from error
+        where = f"judges.{number} ({judge.name!r})" + (f", {_own(number, judge, error.where)}" if error.where else "")
+        raise type(error)(error.what, where=where, fix=_own(number, judge, error.fix or "") or None) from error
 
 
-def _own(number: int, text: str) -> str:
-    """Replace the names of the policy's fields in an error message by those of judge number `number`."""
+def _own(number: int, judge: JudgeSpec, text: str) -> str:
+    """Replace the names of the policy's fields in an error message by those of judge number `number`. An adapter has the
+    policy's model."""
     text = text.replace("or name one in `template`", "or take another model")
     text = text.replace("or remove data.images", f"or remove judges.{number}.images")
     text = re.sub(r"(?<![\w.])model\.chat\b", f"judges.{number}.chat", text)
+    if judge.adapter is not None:
+        return text
     return re.sub(r"(?<![\w.])model\.(path|trust_remote_code|max_length)\b", rf"judges.{number}.model.\1", text)
 
 

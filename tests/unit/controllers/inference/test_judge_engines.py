@@ -315,11 +315,16 @@ async def test_a_question_that_does_not_fit_the_judges_context_is_refused_before
     await court.book.close()
 
 
-def test_a_judge_whose_folder_is_no_model_says_which_judge_it_is(spec: JobSpec, tmp_path: Path) -> None:
+def test_a_judge_whose_folder_is_no_model_says_which_judge_it_is(
+    spec: JobSpec, adapter_spec: JobSpec, tmp_path: Path
+) -> None:
     with pytest.raises(DataError, match="does not exist") as caught:
         judge_encoder(0, spec.judges[0], tmp_path / "gone")
     assert caught.value.where == f"judges.0 ('tutor'), {tmp_path / 'gone'}"
     assert caught.value.fix == "Name an existing folder in judges.0.model.path"
+    with pytest.raises(DataError, match="does not exist") as caught:
+        judge_encoder(0, adapter_spec.judges[0], tmp_path / "gone")
+    assert caught.value.fix == "Name an existing folder in model.path", "an adapter has the policy's model"
     with pytest.raises(DataError, match="no chat template") as caught:
         judge_encoder(1, spec.judges[0].model_copy(update={"chat": True}), tmp_path)
     assert caught.value.fix == (
