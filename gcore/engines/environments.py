@@ -6,7 +6,7 @@ Nothing here starts a Python or imports an engine: an environment is known by th
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,11 +46,16 @@ class EngineEnvironment:
 
     @property
     def how(self) -> str:
-        """Advice for users who have no environment, as a sentence without its full stop."""
+        """Advice for users who have no environment, as a sentence without its full stop. It names an environment of
+        another version, if `find` passes over one."""
         version = f" {self.needs}*" if self.needs else ""
+        others = ((folder, self.version(folder / "bin" / "python")) for folder in self._own_folders())
+        other = next(
+            (f" ({folder} has {one}, which is not supported)" for folder, one in others if not self._supports(one)), ""
+        )
         return (
             f"Run 'make {self.engine}-setup' for a CPU environment, or set {self.variable} to a Python with "
-            f"{self.name}{version}"
+            f"{self.name}{version}{other}"
         )
 
     def find(self, named: Path | str | None = None, *, environ: Mapping[str, str] | None = None) -> Path | None:
@@ -63,13 +68,17 @@ class EngineEnvironment:
         for given, where in ((named, f"{self.option} or {self.variable}"), (configured, self.variable)):
             if given:
                 return self._checked(Path(given), where)
-        checkout = Path(__file__).parents[2]
-        for folder in (checkout / self.folder, Path(self.folder)):
-            python = folder / "bin" / "python"
-            if self.is_in(python) and self._supports(self.version(python)):
+        for folder in self._own_folders():
+            if self._supports(self.version(folder / "bin" / "python")):
                 # Made absolute last, because the current folder may have been deleted.
                 return folder.absolute() / "bin" / "python"
         return None
+
+    def _own_folders(self) -> Iterator[Path]:
+        """Yield each `folder` that has the engine, in any version: beside gcore's checkout, then in the current folder."""
+        for folder in (Path(__file__).parents[2] / self.folder, Path(self.folder)):
+            if self.is_in(folder / "bin" / "python"):
+                yield folder
 
     def is_in(self, python: Path) -> bool:
         """Whether `python` exists and the engine is installed for it."""

@@ -75,3 +75,4 @@ def test_an_old_environment_in_the_folders_own_place_does_not_stop_commands_that
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("gcore.engines.environments.__file__", str(tmp_path / "a" / "b" / "c" / "d.py"))
     assert VLLM.find(environ={}) is None
+    assert VLLM.how.endswith("a Python with vLLM 0.32.* (.venv-vllm has 0.31.0, which is not supported)")
