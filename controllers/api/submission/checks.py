@@ -112,7 +112,7 @@ def check_engine(spec: JobSpec, nodes: Sequence[NodeRecord]) -> None:
 
 
 def check_blob_stores(spec: JobSpec, nodes: Sequence[NodeRecord]) -> None:
-    """Check that every node has a blob store and no emulated slots, for a job with pictures. Raises SpecError."""
+    """Check that every node has a blob store, for a job with pictures. Raises SpecError."""
     if not uses_pictures(spec):
         return
     without = sorted(node.name for node in nodes if not node.blobs)
@@ -121,12 +121,6 @@ def check_blob_stores(spec: JobSpec, nodes: Sequence[NodeRecord]) -> None:
             f"{', '.join(without)} cannot store pictures",
             where="data.images",
             fix="Install gcore[vision] on every node, upgrade older nodes, and restart their daemons",
-        )
-    if any(is_emulated(slot) for node in nodes for slot in node.slots):
-        raise SpecError(
-            "emulated slots do not support pictures",
-            where="data.images",
-            fix="Use slots of real devices, such as cpu:2",
         )
 
 

@@ -3,17 +3,19 @@
 Its slot (`LiveSlot`), which several engines may share, advances the simulation in real time. Requests are checked as by
 the torch engine. A weight update excludes requests in the same way (`serving.engine.UpdateLock`) and takes the time
 that the timing model (`law`) defines. A sleeping engine accepts requests and lets them wait; its weights cannot be
-changed. A stream reports responses as they grow and when they end. Requests that an emulated engine cannot serve are
-refused with an explanation.
+changed. A stream reports responses as they grow and when they end. Of the pictures of a prompt only the sizes are
+read, to expand their placeholders. Requests that an emulated engine cannot serve are refused with an explanation.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
+import sys
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +45,8 @@ from gcore.engines.request import (
 from gcore.engines.serving.engine import ServedEngine
 from gcore.engines.serving.io_struct import GenerateCall, LogprobRequest, SamplingBody, word_sample
 from gcore.errors import DataError, EngineError
+from gcore.media.pictures import inspect_picture
+from gcore.media.placeholders import PictureRule, Size, SmartResizeRule
 from gcore.rollout.engine_time import EngineTimeSums
 from gcore.system.clock import Clock
 from gcore.types import Version
@@ -62,15 +66,44 @@ class EmulatedModel:
     """Maximum number of tokens of a response that the job requests; None: not known."""
     verdict: EmulatedVerdict | None = None
     """The verdicts with which responses end, if the model is a judge."""
+    rule: PictureRule | None = None
+    """How placeholders of pictures are expanded; None: the model takes no pictures."""
+
+    def expand(self, tokens: tuple[int, ...], pictures: Sequence[Any]) -> tuple[int, ...]:
+        """Replace the placeholder of each picture by its tokens. `pictures`: paths of blobs. Raises EngineError."""
+        if self.rule is None:
+            if pictures:
+                raise EngineError(
+                    "this engine takes no pictures", fix="Serve a vision-language model with its processor"
+                )
+            return tokens
+        if not all(isinstance(one, str) and one.startswith("/") for one in pictures):
+            raise EngineError("an emulated engine reads pictures only from paths", fix="Send paths of blobs")
+        try:
+            return self.rule.expand(tokens, [_picture_size(one) for one in pictures])
+        except DataError as error:
+            raise EngineError(error.what, where=error.where, fix=error.fix) from error
+
+
+@functools.lru_cache(maxsize=4096)
+def _picture_size(path: str) -> Size:
+    """Return height and width of a blob, which never changes. Raises PictureError."""
+    facts = inspect_picture(path)
+    return facts.height, facts.width
 
 
 def check_prompt(
-    model: EmulatedModel, prompt: str | list[int], params: SamplingBody, asked: LogprobRequest
+    model: EmulatedModel,
+    prompt: str | list[int],
+    params: SamplingBody,
+    asked: LogprobRequest,
+    pictures: Sequence[Any] = (),
 ) -> tuple[int, ...]:
-    """Check a request and return the tokens of its prompt.
+    """Check a request and return the tokens of its prompt, with all placeholders of its pictures.
 
-    Raises EngineError if the model does not accept the request (unknown tokens, too long), or if it asks for something
-    that an emulated engine cannot report (stop strings, log-probabilities of anything but the response).
+    Raises EngineError if the model does not accept the request (unknown tokens, too long, other pictures than
+    placeholders), or if it asks for something that an emulated engine cannot report (stop strings, log-probabilities of
+    anything but the response).
     """
     words, text = model.words, model.text
     tokens: tuple[int, ...]
@@ -81,6 +114,7 @@ def check_prompt(
     else:
         tokens = tuple(prompt)
     check_token_ids(tokens, words.size)
+    tokens = model.expand(tokens, pictures)
     if len(tokens) + (params.max_new_tokens or 0) > words.context or len(tokens) >= words.context:
         raise EngineError(
             f"a prompt of {len(tokens)} tokens and max_new_tokens {params.max_new_tokens} exceed "
@@ -113,7 +147,7 @@ class EmulatedModels:
 def _policy(launch: HostLaunch) -> EmulatedModel:
     folder = Path(launch.model)
     text = Detokenizer.load(folder)
-    return EmulatedModel(str(folder), Vocabulary.load(folder, text), text, launch.longest)
+    return EmulatedModel(str(folder), Vocabulary.load(folder, text), text, launch.longest, rule=_picture_rule(folder))
 
 
 def _judge(launch: HostLaunch, name: str) -> EmulatedModel:
@@ -125,7 +159,19 @@ def _judge(launch: HostLaunch, name: str) -> EmulatedModel:
         spec = VerdictSpec.model_validate(judge.verdict)
     except ValidationError as error:
         raise DataError(f"the verdict parser of judge {name!r} cannot be loaded ({error})") from error
-    return EmulatedModel(str(folder), words, text, judge.longest, find_emulated_verdict(name, spec, words, text))
+    verdict = find_emulated_verdict(name, spec, words, text)
+    return EmulatedModel(str(folder), words, text, judge.longest, verdict, _picture_rule(folder))
+
+
+def _picture_rule(folder: Path) -> PictureRule | None:
+    """Load the picture rule of a model's folder; None: the model takes no pictures, or has no usable processor."""
+    try:
+        rule = PictureRule.load(folder)
+        if isinstance(rule, SmartResizeRule):  # blobs have their final size, whatever the job's bounds are
+            return PictureRule.load(folder, min_pixels=1, max_pixels=sys.maxsize)
+    except DataError:
+        return None
+    return rule
 
 
 Deliver = Callable[[list[RequestOutput]], None]
@@ -205,7 +251,8 @@ LEAST_S = 0.05
 class PendingAnswer:
     """A request for one sample that has not ended, and what is needed to build its response.
 
-    `ended`: future of the output. `since`: arrival time on the monotonic clock, in seconds.
+    `ended`: future of the output. `since`: arrival time on the monotonic clock, in seconds. `returns_prompt`: whether
+    the response has the prompt's tokens.
     """
 
     task: GenerationRequest
@@ -213,6 +260,7 @@ class PendingAnswer:
     asked: LogprobRequest
     ended: asyncio.Future[RequestOutput]
     since: float
+    returns_prompt: bool = False
 
 
 class EmulatedEngine(ServedEngine[Path]):
@@ -271,10 +319,14 @@ class EmulatedEngine(ServedEngine[Path]):
         self.check_names(set(names))
         request.adapter_numbers({})
         tickets = []
-        for prompt, params, asked, name in zip(request.prompts, request.params, request.asked, names, strict=True):
-            tokens = check_prompt(self.model, prompt, params, asked)
+        every = request.pictures or ((),) * len(names)
+        for prompt, params, asked, name, pictures in zip(
+            request.prompts, request.params, request.asked, names, every, strict=True
+        ):
+            tokens = check_prompt(self.model, prompt, params, asked, pictures)
             for index in range(params.n):
-                tickets.append(self._ticket(tokens, params, asked, name if params.n == 1 else f"{name}_{index}", index))
+                ticket = self._ticket(tokens, params, asked, name if params.n == 1 else f"{name}_{index}", index)
+                tickets.append(replace(ticket, returns_prompt=request.returns_prompt))
         return tickets
 
     async def answers(self, tickets: Sequence[PendingAnswer]) -> list[dict[str, Any]]:
@@ -478,4 +530,7 @@ class EmulatedEngine(ServedEngine[Path]):
 
     def _word(self, ticket: PendingAnswer, delivery: RequestOutput) -> dict[str, Any]:
         latency = self.clock.monotonic() - ticket.since
-        return word_sample(delivery, ticket.task, ticket.params, ticket.asked, text=self.model.text, latency_s=latency)
+        worded = word_sample(
+            delivery, ticket.task, ticket.params, ticket.asked, text=self.model.text, latency_s=latency
+        )
+        return worded | ({"prompt_token_ids": list(ticket.task.prompt)} if ticket.returns_prompt else {})

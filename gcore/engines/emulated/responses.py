@@ -58,6 +58,8 @@ class Vocabulary:
     def load(cls, folder: Path, text: Detokenizer | None) -> Vocabulary:
         """Load from a model's folder. Raises DataError."""
         config = require_config(folder)
+        written = config.get("text_config")  # of a vision-language model
+        config = config | written if isinstance(written, dict) else config
         size = config.get("vocab_size")
         if not isinstance(size, int):
             raise DataError("the model's configuration has no vocab_size", where=str(folder / "config.json"))

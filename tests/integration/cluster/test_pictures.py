@@ -162,6 +162,11 @@ def test_a_run_with_pictures_survives_kills_of_a_controller_a_rank_and_a_store(s
         run.close()
 
 
+def test_a_job_with_pictures_runs_on_emulated_slots(spec: Path, tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    check(run_to_the_end(spec, home, ["--slots", "emulated:2", "--set", "flow.steps=2"]), home)
+
+
 @pytest.mark.large  # prepares the counting example, and runs 20 steps of it
 @pytest.mark.timeout(900)
 def test_with_noise_in_place_of_pictures_a_policy_stays_at_the_constant_answer(counting: Path, tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from gcore.errors import EngineError, EngineUnreachable
 from gcore.rollout.client import EngineClient, ProgressCallback, SamplingParams
 from gcore.store import keys
 from gcore.store.types import Delete
+from gcore.testing.vision_models import IMAGE, VISION_END, VISION_START, make_picture, make_tiny_vision_model
 from gcore.types import Sample, Version
 
 FAST = TimingModel(speedup=200.0)
@@ -68,6 +69,43 @@ async def test_samples_are_functions_of_their_seeds_on_whichever_engine(model: P
             assert sample.text == "".join(str(t - 2) for t in sample.token_ids if t != EOS)
             assert all(value <= 0 for value in sample.logprobs)
             assert [(s.version, s.start, s.end) for s in sample.spans] == [(Version(0, 0), 0, len(sample.token_ids))]
+
+
+SHORT = (VISION_START, IMAGE, VISION_END, 7)
+
+
+async def test_a_prompt_gets_all_tokens_of_its_pictures_also_beyond_the_bounds_of_the_processor(
+    tmp_path: Path,
+) -> None:
+    model = make_tiny_vision_model(tmp_path / "model")
+    path = tmp_path / "picture"
+    path.write_bytes(make_picture(32, 16 * 65, seed=1))  # the processor's own bounds would make it smaller
+    body = {
+        "input_ids": [SHORT],
+        "image_data": [[str(path)]],
+        "sampling_params": [{"max_new_tokens": 2}],
+        "return_prompt_token_ids": True,
+    }
+    async with hosting(model, FAST) as scene, httpx.AsyncClient(base_url=scene.clients[0].base_url) as http:
+        (answer,) = (await http.post("/generate", json=body)).json()
+        assert answer["prompt_token_ids"] == [VISION_START, *[IMAGE] * 130, VISION_END, 7]
+        for given, words in (
+            ([], "1 placeholder"),
+            ([str(path), str(path)], "2 pictures"),
+            ([str(tmp_path / "none")], "none"),
+            (["http://127.0.0.1/picture"], "only from paths"),
+        ):
+            refused = await http.post("/generate", json=body | {"image_data": [given]})
+            assert refused.status_code == 400
+            assert words in refused.text
+
+
+async def test_an_engine_of_a_model_without_vision_takes_no_pictures(model: Path) -> None:
+    body = {"input_ids": [3], "image_data": ["/picture"], "sampling_params": {"max_new_tokens": 2}}
+    async with hosting(model, FAST) as scene, httpx.AsyncClient(base_url=scene.clients[0].base_url) as http:
+        refused = await http.post("/generate", json=body)
+        assert refused.status_code == 400
+        assert "takes no pictures" in refused.text
 
 
 async def test_the_clients_update_serves_the_new_version_and_an_older_one_is_refused(model: Path) -> None:
