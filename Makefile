@@ -42,7 +42,7 @@ TOOLS := $(BIN)/python tests/support/system_tools.py
 SUBJECTS = $(sort $(foreach file,$(wildcard $(addsuffix /test_*.py,tests/unit/* tests/unit/*/* tests/contract/*)),$(word 3,$(subst /, ,$(file)))))
 NOT_ELSEWHERE := not gpu and not sglang and not vllm and not hf and not trackers and not deploy and not notebook and not chaos and not large and not documents
 
-.PHONY: docs chaos compiled tools notebook-setup test-notebook test-docs test-deploy test-upgrade test-large help setup sglang-setup vllm-setup demo demo-kill demo-sglang demo-vllm demo-vision demo-vision-kill prepare prepare-counting prepare-counting-judge prepare-judge test test-hf test-sglang test-vllm test-trackers test-gpu gpu-wheels fuzz sim sim-long mutations lint proto clean bench-check bench-page release-check simulate-setup trl-setup
+.PHONY: docs chaos compiled tools notebook-setup test-notebook test-docs test-deploy test-upgrade test-large help setup sglang-setup vllm-setup demo demo-kill demo-sglang demo-vllm demo-vision demo-vision-kill prepare prepare-counting prepare-counting-judge prepare-judge test test-hf test-sglang test-vllm test-trackers test-gpu gpu-wheels fuzz sim sim-long mutations lint proto clean bench-check bench-page release-check simulate-setup trl-setup verl-setup
 
 help: ## What there is to make
 	@grep -hE '^[a-z%-]+:.*## ' $(MAKEFILE_LIST) | awk 'BEGIN {FS = ":.*## "} {sub("test-%", "test-SUBJECT", $$1); sub("%", "NAME", $$1); printf "  make %-14s %s\n", $$1, $$2}'
@@ -172,6 +172,7 @@ bench-demo bench-async bench-idle bench-startup bench-flows bench-control-plane 
 bench-judge bench-placement-pairs: prepare prepare-judge
 bench-placement: simulate-setup
 bench-grpo: trl-setup
+bench-media-memory: verl-setup
 
 bench-check: prepare ## Engine, trainer, control-plane and start-up ratios measured again; all results against benchmarks/bounds.json
 	@$(TEST_ENV) $(BIN)/python -m benchmarks check $(BENCH_ARGS)
@@ -184,6 +185,9 @@ simulate-setup: setup
 
 trl-setup:
 	@bash benchmarks/setup_trl.sh "$(PYTHON)" .venv-trl
+
+verl-setup:
+	@bash benchmarks/setup_verl.sh "$(PYTHON)" .venv-verl
 
 notebook-setup: setup
 	@$(BIN)/pip install -qq -c $(CONSTRAINTS) --group notebook

@@ -32,6 +32,7 @@ MODULES = {
     "grpo": "grpo_step",
     "checkpoints": "checkpoints",
     "memory": "memory",
+    "media-memory": "media_memory",
     "rewards": "rewards",
     "startup": "startup",
     "idle": "startup",
