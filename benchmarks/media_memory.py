@@ -11,6 +11,8 @@ tokens of text in place of the pictures. Largest messages are measured in all da
 
 Each system may use 8 GiB: the anonymous memory of all its processes and the growth of /dev/shm, summed every 50 ms. At more, all its processes
 are killed, and the result says what they held. This is no control group; page cache does not count.
+
+A result keeps the cases of the earlier result that were not measured again, each with its date and commit.
 """
 
 from __future__ import annotations
@@ -237,7 +239,8 @@ class MemorySampler:
                 if with_pss:
                     memory.pss = max(memory.pss, _status(Path(f"/proc/{pid}/smaps_rollup"))["Pss"])
                     words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
-                    memory.kind = kind_of(words)  # a process may rename itself
+                    if words != [""]:  # a process that ends has no words
+                        memory.kind = kind_of(words)  # a process may rename itself
             except (OSError, KeyError):
                 continue
             memory.rss = max(memory.rss, fields["VmHWM"])
@@ -528,7 +531,8 @@ def measure(arguments: argparse.Namespace, result: Result) -> Result:
 
     def add(system: str, payload: Payload, nodes: int, figures: Result, *, pictures: bool) -> None:
         case = {"system": system, "payload": payload.name, "nodes": nodes, "pictures": pictures}
-        cases.append(case | figures)
+        when = {"steps": arguments.steps, "date": result["date"], "commit": result["commit"]}
+        cases.append(case | when | figures)
         print(json.dumps(cases[-1]), flush=True)
 
     for name in arguments.payloads:
@@ -550,7 +554,20 @@ def measure(arguments: argparse.Namespace, result: Result) -> Result:
                     add("verl", payload, nodes, figures, pictures=pictures)
     if "verl" in arguments.systems:
         result["versions"] |= verl_versions()
-    return result | {"steps": arguments.steps, "limit_gib": LIMIT_BYTES >> 30, "cases": cases}
+    earlier = json.loads(arguments.out.read_text()) if arguments.out.is_file() else {"versions": {}, "cases": []}
+    result["versions"] = earlier["versions"] | result["versions"]
+    return result | {"limit_gib": LIMIT_BYTES >> 30, "cases": merge_cases(earlier["cases"], cases)}
+
+
+def merge_cases(earlier: Sequence[Result], cases: Sequence[Result]) -> list[Result]:
+    """Return `cases` and those of an earlier result that are not among them, in the order of tables."""
+
+    def key(case: Result) -> tuple[int, str, int, bool]:
+        payload = next(number for number, one in enumerate(PAYLOADS.values()) if one.name == case["payload"])
+        return payload, case["system"], case["nodes"], not case["pictures"]
+
+    found = {key(case): case for case in (*earlier, *cases)}
+    return [found[one] for one in sorted(found)]
 
 
 def verl_versions() -> dict[str, str]:

@@ -91,6 +91,27 @@ def signature(result: Result) -> str:
 # Rows -----------------------------------------------------------------------------------------------------------------
 
 
+def media_cases(result: Result) -> Rows:
+    """Memory of the process that every sample's record passes, of the largest other one, and of all; stores and messages."""
+    for case in result["cases"]:
+        main = "driver" if case["system"] == "verl" else "controller"
+        kinds, out = case["kinds"], case["out_of_memory"]
+        others = {name: one["anonymous_mb"] for name, one in kinds.items() if name != main}
+        largest = max(others, key=lambda name: others[name])
+        served = [store["served"] for store in case.get("stores_mb", {}).values()]
+        messages = case.get("messages_bytes", {})
+        yield {
+            **case,
+            "content": "pictures" if case["pictures"] else "text",
+            "main": f"{main} {kinds[main]['anonymous_mb']:,.0f}",
+            "other": f"{largest} {others[largest]:,.0f}",
+            "served": f"{max(served):,.0f}" if served else "",
+            "message": f"{max(messages.values()) / 1024:,.0f}" if messages else "",
+            "end": f"killed at {out['mb']:,} MB after {out['after_s']:.0f} s" if out else "complete",
+            "day": case["date"][:10],
+        }
+
+
 def numbered_runs(result: Result) -> Rows:
     """Each run with its number, from 1."""
     return ({**run, "number": number} for number, run in enumerate(result["runs"], 1))
