@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import inspect
 from collections.abc import Sequence
@@ -135,6 +136,44 @@ def make_case(folder: Path, blobs: Path, family: Family, packing: str) -> Case:
     return Case(module, feeding, work, MicroPlan(slots, shapes), blobs)
 
 
+def add_tool_pictures(case: Case, family: Family) -> None:
+    """Add a group whose responses have pictures of tools in the middle: one that no prompt has, and two of which a prompt
+    has one."""
+    n, free = TOKENS[family], family.startswith("qwen")
+    first = case.work.groups[f"{1:032x}"]
+    new, large = stored(case.blobs, 3), stored(case.blobs, 4, 32 if not free else 48, 32 if not free else 96)
+    samples = {}
+    for index, media in enumerate([(new,), (first.media[0], large)]):
+        counts = [n, n * 9 // 2 if free else n][: len(media)]
+        pieces = [[3 + index, 9], *([VISION_START, *[IMAGE] * count, VISION_END, 12, 8] for count in counts)]
+        ids = [token for piece in pieces for token in piece]
+        ends = np.cumsum([len(piece) for piece in pieces])
+        observed = tuple((int(end), int(end) + count + 2) for end, count in zip(ends, counts, strict=False))
+        zeros = np.zeros(len(ids), np.float32)
+        samples[index] = TrainSample(np.array(ids, np.int32), zeros, 1.0, False, observed, media)
+    ref, digest = PromptRef(0, 0, 9), f"{9:032x}"
+    group = TrainGroup(ref, digest, first.prompt_ids, samples, media=first.media)
+    lengths = tuple(len(one.token_ids) for one in samples.values())
+    sealed = SealedGroup(
+        ref=ref,
+        digest=digest,
+        prompt_tokens=len(group.prompt_ids),
+        response_tokens=lengths,
+        versions=(Version(0, 0),),
+        observed=tuple(sum(end - start for start, end in one.observed) for one in samples.values()),
+        holder="h",
+    )
+    seal = case.work.seal.model_copy(update={"groups": (*case.work.seal.groups, sealed)})
+    case.work = StepInput(seal, case.work.layout, 0, {**case.work.groups, digest: group})
+    slots = (*case.plan.slots, *(SampleSlot(3, index) for index in samples))
+    whole = [sealed.prompt_tokens + length for length in lengths]
+    if case.feeding.packing == "packed":
+        shapes = (*case.plan.rectangles, *(Rectangle(1, length) for length in whole))
+    else:
+        shapes = (Rectangle(len(slots), max(case.plan.rectangles[0].length, *whole)),)
+    case.plan = MicroPlan(slots, shapes)
+
+
 def batch_of(case: Case) -> MicroBatch:
     return make_batch(case.work, case.plan, case.feeding)
 
@@ -146,17 +185,28 @@ def alone(case: Case, slot: SampleSlot) -> Tensor:
     ids = torch.from_numpy(np.concatenate([group.prompt_ids, response]).astype(np.int64))[None]
     more: dict[str, Any] = {}
     processor = case.feeding.vision._processor  # type: ignore[union-attr]
-    if group.media:
+    if media := (*group.media, *group.samples[slot.sample].media):
         REPEATS.places = None
-        read = [processor.read(one.sha256, case.blobs / one.sha256) for one in group.media]
+        read = [processor.read(one.sha256, case.blobs / one.sha256) for one in media]
         more = picture_arguments(read, torch.device("cpu"))
+        more["pixel_values"] = more["pixel_values"].to(case.module.dtype)
         for name in ("mm_token_type_ids", "token_type_ids"):
             if name in inspect.signature(case.module.forward).parameters:
                 more[name] = (ids == IMAGE).long()
     logits = case.module(input_ids=ids, use_cache=False, **more).logits[0, len(group.prompt_ids) - 1 : -1]
     logits = logits.index_fill(1, case.feeding.forbidden, -torch.inf)
     targets = torch.from_numpy(response.astype(np.int64))
-    return torch.log_softmax(logits.float(), -1).gather(1, targets[:, None])[:, 0]
+    wide = logits if logits.dtype == torch.float64 else logits.float()
+    return torch.log_softmax(wide, -1).gather(1, targets[:, None])[:, 0]
+
+
+def generated(case: Case, slot: SampleSlot) -> Tensor:
+    """Which tokens of a sample's response the policy generated: bool."""
+    sample = case.work.groups[case.work.seal.groups[slot.group].digest].samples[slot.sample]
+    own = torch.ones(len(sample.token_ids), dtype=torch.bool)
+    for start, end in sample.observed:
+        own[start:end] = False
+    return own
 
 
 def own_attention(case: Case) -> None:
@@ -192,6 +242,46 @@ def test_gradients_equal_those_of_a_plain_loop(
     for name, one in expected.items():
         assert float((together[name] - one).abs().max()) <= 1e-5 * largest, name
     assert any("vision" in name or "visual" in name for name in together)
+
+
+@pytest.mark.parametrize(
+    ("family", "packing"),
+    [("qwen3_vl", "packed"), ("qwen3_vl", "bucketed"), ("qwen2_5_vl", "auto"), ("llava", "packed"), ("gemma3", "auto")],
+)
+def test_responses_with_pictures_of_tools_equal_a_plain_loop(
+    folders: dict[str, Path], tmp_path: Path, family: Family, packing: str
+) -> None:
+    case = make_case(folders[family], tmp_path, family, packing)
+    add_tool_pictures(case, family)
+    batch = batch_of(case)
+    scores = score_batch(logits_of(case.module), batch)
+    assert scores.logp.requires_grad
+    torch.where(batch.mask, scores.logp, 0.0).sum().backward()
+    together = {name: one.grad.double() for name, one in case.module.named_parameters() if one.grad is not None}
+    case.module = copy.deepcopy(case.module).double()
+    case.module.zero_grad()
+    own_attention(case)
+    total = torch.zeros((), dtype=torch.float64)
+    for row, slot in enumerate(case.plan.slots):
+        expected, own = alone(case, slot), generated(case, slot)
+        assert batch.mask[row, : len(own)].tolist() == own.tolist(), "tokens of a tool are never trained"
+        found = scores.logp[row, : len(own)].double()
+        assert torch.allclose(found[own], expected[own], atol=1e-5), slot
+        total = total + expected[own].sum()
+    total.backward()
+    expected_grads = {name: one.grad for name, one in case.module.named_parameters() if one.grad is not None}
+    largest = max(float(one.abs().max()) for one in expected_grads.values())
+    for name, one in expected_grads.items():
+        assert float((together[name] - one).abs().max()) <= 1e-5 * largest, name
+
+
+def test_a_picture_of_a_tool_that_a_prompt_has_too_is_encoded_once(folders: dict[str, Path], tmp_path: Path) -> None:
+    case = make_case(folders["qwen3_vl"], tmp_path, "qwen3_vl", "packed")
+    add_tool_pictures(case, "qwen3_vl")
+    batch = batch_of(case)
+    assert batch.inputs.pictures is not None
+    assert len(batch.inputs.pictures.arguments["image_grid_thw"]) == 4
+    assert batch.inputs.pictures.places == (0, 0, 1, 0, 1, 0, 0, 2, 0, 0, 3)
 
 
 def test_each_distinct_picture_is_decoded_and_encoded_once(folders: dict[str, Path], tmp_path: Path) -> None:
