@@ -262,6 +262,24 @@ async def test_the_client_sends_paths_and_checks_the_prompt_that_the_engine_repo
         await client.generate_each([ids], params, seeds=[1], rid="b")
 
 
+async def test_a_response_continues_after_a_picture_that_a_tool_returned(
+    seeing: Seeing, http: httpx.AsyncClient
+) -> None:
+    first, tool = make_picture(32, 32, seed=1), make_picture(48, 64, seed=2)
+    prompt = short([4, 9], [7])
+    (turn,) = await answered(seeing, http, [prompt], [[text_of(first)]], max_new_tokens=4)
+    said = turn["output_ids"]
+    longer = [*prompt, *said, VISION_START, IMAGE, VISION_END, 8]
+    whole = expanded(longer, [4, 12])
+    (following,) = await answered(seeing, http, [longer], [[text_of(one) for one in (first, tool)]])
+    assert following["prompt_token_ids"] == whole
+    check(seeing, following, whole, [first, tool])
+    part = following["output_ids"][:5]  # another engine has seen neither turn
+    pictures = [[text_of(one) for one in (first, tool)]]
+    (rest,) = await answered(seeing, http, [[*longer, *part]], pictures, sampling_seed=6)
+    check(seeing, rest, [*whole, *part], [first, tool])
+
+
 def _gif() -> str:
     file = io.BytesIO()
     Image.new("RGB", (32, 32)).save(file, "GIF")
