@@ -17,6 +17,7 @@ sampled again. If a prompt is given up, its agents' processes end too.
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -24,22 +25,32 @@ from dataclasses import dataclass, replace
 from controllers.inference.continuation import derive_seed
 from controllers.inference.pool import EnginePool
 from controllers.inference.rules import Affinity, VersionFollower
+from controllers.workers.job_media import JobMedia
 from gcore.config.rollout import AgentSpec
 from gcore.config.spec import JobSpec
 from gcore.data.renderer import PromptRenderer
+from gcore.data.stream import PromptSource
 from gcore.errors import EngineError
+from gcore.media.pictures import PictureError
+from gcore.media.protocol import blob_path
 from gcore.reward.api import RewardError
 from gcore.rollout.agents.api import AgentFault, AgentRequestRefused
 from gcore.rollout.agents.chat_protocol import SamplingRules
 from gcore.rollout.agents.server import AgentHttpServer, AgentPool
 from gcore.rollout.agents.session import AgentSession, DialogueLimits, Say
-from gcore.rollout.client import SamplingParams
+from gcore.rollout.api import RequestPictures, SamplingParams
 from gcore.rollout.environments.api import ENVIRONMENT, CheckedEnvironment, EnvironmentFault, Setting, find_environment
-from gcore.rollout.environments.episode import EpisodeLimits, EpisodeSetting, play_episode
+from gcore.rollout.environments.episode import (
+    EpisodeLimits,
+    EpisodePictures,
+    EpisodeSetting,
+    Transcript,
+    play_episode,
+)
 from gcore.rollout.environments.pool import ToolPool
 from gcore.system.clock import Clock
 from gcore.system.concurrency import Pausable, gather_or_cancel
-from gcore.types import Prompt, Sample, Version
+from gcore.types import Medium, PictureRef, Prompt, Sample, Version
 from gcore.worker.sandbox.pool import PoolStatus
 
 TRIES = 3
@@ -55,14 +66,21 @@ EvalAnswer = Sample | RewardError
 
 @dataclass(frozen=True, slots=True)
 class EpisodeRequest:
-    """A request for multi-turn responses to one prompt. `version`: the weights to use. `follow`: supplies newer weights
-    for later turns, if staleness is allowed."""
+    """A request for multi-turn responses to one prompt. `opened`: its source. `version`: the weights to use. `follow`:
+    supplies newer weights for later turns, if staleness is allowed. `trained`: whether the responses may be trained, so
+    that their pictures stay pinned as long as this controller holds the prompt."""
 
     version: Version
     prompt: Prompt
-    renderer: PromptRenderer
+    opened: PromptSource
     params: SamplingParams
     follow: VersionFollower | None = None
+    trained: bool = False
+
+    @property
+    def renderer(self) -> PromptRenderer:
+        """The renderer of the prompt's source."""
+        return self.opened.renderer
 
 
 class EpisodeRunner(ABC):
@@ -131,9 +149,16 @@ class EnvironmentEpisodes(EpisodeRunner):
     """Makes responses in which the policy alternates with the job's environment."""
 
     def __init__(
-        self, spec: JobSpec, engines: EnginePool, tools: ToolPool, clock: Clock, report: FailureReport
+        self,
+        spec: JobSpec,
+        engines: EnginePool,
+        tools: ToolPool,
+        clock: Clock,
+        report: FailureReport,
+        media: JobMedia | None = None,
     ) -> None:
-        """Raises PluginFault if the environment cannot be loaded."""
+        """`media`: provides the pictures of prompts, and stores those of tools; None: there are none. Raises PluginFault if
+        the environment cannot be loaded."""
         assert spec.environment is not None
         super().__init__(report, again=spec.environment.on_error == "retry")
         self._spec = spec.environment
@@ -141,24 +166,27 @@ class EnvironmentEpisodes(EpisodeRunner):
         self._engines = engines
         self._tools = tools
         self._clock = clock
+        self._media = media
 
     async def _play(self, request: EpisodeRequest, seed: int, rid: str) -> Sample:
-        spec, params, renderer = self._spec, request.params, request.renderer
-        hold = Pausable(self._clock)
-        setting = Setting(spec.options, request.prompt.fields, seed, self._tools.within(hold.held), renderer.chat)
+        spec, params, renderer, prompt = self._spec, request.params, request.renderer, request.prompt
+        hold, seen = Pausable(self._clock), ResponsePictures(request, self._media)
+        tools = self._tools.within(hold.held, seen.paths)
+        setting = Setting(spec.options, prompt.fields, seed, tools, renderer.chat)
         environment = CheckedEnvironment(spec.name, self._maker, setting)
         stop = tuple(dict.fromkeys((*params.stop, *environment.stop)))
         seat, made = Affinity(), 0
 
-        async def say(before: tuple[int, ...], most: int, turn: int) -> Sample:
+        async def say(whole: Transcript, most: int) -> Sample:
             nonlocal made
             least = min(max(params.min_new_tokens - made, 0), most)
+            asked = replace(params, max_new_tokens=most, min_new_tokens=least, stop=stop, pictures=seen.named(whole))
             (sample,) = await self._engines.generate(
                 request.version,
-                [request.prompt.token_ids + before],
-                replace(params, max_new_tokens=most, min_new_tokens=least, stop=stop),
-                (derive_seed(seed, len(before)),) if params.temperature else (0,),
-                f"{rid}/{turn}",
+                [seen.prompt_ids + whole.short_ids],
+                asked,
+                (derive_seed(seed, len(whole.token_ids)),) if params.temperature else (0,),
+                f"{rid}/{whole.turns + 1}",
                 request.follow,
                 renderer.decode,
                 seat=seat,
@@ -168,8 +196,71 @@ class EnvironmentEpisodes(EpisodeRunner):
 
         longest = params.max_new_tokens
         limits = EpisodeLimits(spec.max_turns, longest, spec.room(longest), spec.step_timeout_s)
-        episode = EpisodeSetting(request.prompt.token_ids, request.prompt.fields, renderer, limits, self._clock, hold)
-        return await play_episode(environment, say, episode)
+        rule = None if self._media is None or request.opened.pictures is None else request.opened.pictures.rule
+        pictures = (
+            None if rule is None else EpisodePictures(rule, spec.tools.max_pictures, spec.tools.max_pixels, seen.store)
+        )
+        episode = EpisodeSetting(seen.prompt_ids, prompt.fields, renderer, limits, self._clock, hold, pictures)
+        try:
+            async with seen:
+                return await play_episode(environment, say, episode)
+        finally:
+            tools.discard_pictures()
+
+
+class ResponsePictures:
+    """The pictures of a response and of its prompt, as an async context manager that keeps their blobs pinned. `media`: None
+    for a job without pictures."""
+
+    def __init__(self, request: EpisodeRequest, media: JobMedia | None) -> None:
+        self._request = request
+        self._media = media
+        self._of_prompt: tuple[Medium, ...] = ()
+        self._of_tools: list[Medium] = []
+        self._held = contextlib.AsyncExitStack()
+        self.prompt_ids = request.prompt.short_ids or request.prompt.token_ids
+        """The prompt's tokens with one placeholder for each picture."""
+
+    async def __aenter__(self) -> None:
+        """Make the blobs of the prompt's pictures. Raises EngineError, and RewardError if a picture has changed or is
+        damaged."""
+        prompt = self._request.prompt
+        if self._media is None or not prompt.pictures:
+            return
+        if self._request.trained:
+            self._media.keep(prompt.ref, prompt.pictures)
+        try:
+            self._of_prompt = await self._held.enter_async_context(self._media.in_use(prompt.pictures))
+        except PictureError as error:
+            raise RewardError(error.what, where=error.where, fix=error.fix) from error
+
+    async def __aexit__(self, *raised: object) -> None:
+        """End the pins of pictures that are not trained."""
+        await self._held.aclose()
+
+    def paths(self) -> list[str]:
+        """The files of all pictures so far: those of the prompt in the data, then the blobs of those of tools."""
+        folder = None if self._media is None else self._media.folder
+        of_tools = [str(folder / blob_path(one.sha256)) for one in self._of_tools] if folder is not None else []
+        return [*(one.path for one in self._request.prompt.pictures), *of_tools]
+
+    async def store(self, picture: PictureRef) -> Medium:
+        """Make the blob of a picture that a tool returned. Raises PictureError, EngineError."""
+        assert self._media is not None
+        if self._request.trained:
+            medium = await self._media.store_for(self._request.prompt.ref, picture)
+        else:
+            (medium,) = await self._held.enter_async_context(self._media.in_use((picture,)))
+        self._of_tools.append(medium)
+        return medium
+
+    def named(self, whole: Transcript) -> RequestPictures | None:
+        """The pictures of a request that continues the response `whole`; None if there are none."""
+        prompt, media = self._request.prompt, (*self._of_prompt, *whole.media)
+        if self._media is None or not media:
+            return None
+        short = len(self.prompt_ids) + len(whole.short_ids)
+        return self._media.name_pictures(prompt.pictures, media, short, prompt.token_ids + whole.token_ids)
 
 
 class AgentEndpoint:
@@ -313,9 +404,15 @@ def new_episode_pool(spec: JobSpec, clock: Clock, report: FailureReport, group: 
 
 
 def new_episode_runner(
-    spec: JobSpec, engines: EnginePool, pool: EpisodePool | None, clock: Clock, report: FailureReport
+    spec: JobSpec,
+    engines: EnginePool,
+    pool: EpisodePool | None,
+    clock: Clock,
+    report: FailureReport,
+    media: JobMedia | None = None,
 ) -> EpisodeRunner | None:
-    """Create the runner of a job's multi-turn responses; None if its responses have one turn. Raises PluginFault."""
+    """Create the runner of a job's multi-turn responses; None if its responses have one turn. `media`: as in
+    `EnvironmentEpisodes`. Raises PluginFault."""
     if isinstance(pool, AgentEndpoint):
         return AgentEpisodes(spec, engines, pool, clock, report)
-    return None if pool is None else EnvironmentEpisodes(spec, engines, pool, clock, report)
+    return None if pool is None else EnvironmentEpisodes(spec, engines, pool, clock, report, media)

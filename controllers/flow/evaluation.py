@@ -302,8 +302,8 @@ class Evaluator:
                 else:
                     samples = await self._engines.generate(version, token_ids, pipeline.params, seeds, rid)
             else:
-                renderer = self._sets[name].opened.renderer
-                requests = [EpisodeRequest(version, prompts[index], renderer, pipeline.params) for index, _ in tries]
+                opened = self._sets[name].opened
+                requests = [EpisodeRequest(version, prompts[index], opened, pipeline.params) for index, _ in tries]
                 samples = await self._episodes.each(requests, seeds, rid)
         of_prompt: dict[int, list[EvalAnswer]] = {}
         for (index, _), sample in zip(tries, samples, strict=True):

@@ -176,7 +176,7 @@ class JobPeer:
         The oldest prompt of `due` gets the room of younger groups, the youngest first: groups that are in no seal are
         dropped, and their prompts sampled again.
         """
-        if self.media is None or not prompt.pictures:
+        if self.media is None:
             return True
         view = self.look()
         position = partial(stream_position, view)
@@ -264,9 +264,10 @@ class JobPeer:
         request = EpisodeRequest(
             version,
             prompt,
-            self.data.stream.found(prompt.ref)[0].renderer,
+            self.data.stream.found(prompt.ref)[0],
             params,
             self._follow_head(prompt.ref) if self.data.spec.rollout.staleness else None,
+            trained=True,
         )
         made = await self._episodes.side_by_side(request, seeds, rid, None if greedy else self._early_judge(prompt))
         if self._lengths is not None and not greedy:
@@ -347,6 +348,8 @@ class JobPeer:
         results = await pipeline.scored(prompt, samples)
         seen = await self._with_media(prompt)
         group = make_scored_group(seen, samples, results, rollout, pipeline.source.sampling)
+        if self.media is not None:
+            await self.media.end_sampling(prompt.ref)
         self.buffer.note_scores(group)
         rewards = [sample.reward for sample in group.samples]
         self._equal_rewards.note(prompt.source, prompt.ref, rewards, self.look().head.step)

@@ -277,6 +277,7 @@ class JobSession(LiveJob):
                 changes=self.changes,
                 warn=lambda sentence: self.warnings.hold(f"blobs-{self.node}", sentence),
                 clock=clock,
+                tool_bytes=spec.tool_picture_bytes,
             )
         self.judges = {
             judge.name: JudgePool(
@@ -581,7 +582,9 @@ class JobWork:
         self._data = data
         self._flow = dependencies.find_flow(spec.flow.name)
         filters = find_filters(spec.flow.filters)
-        episodes = new_episode_runner(spec, session.engines, session.episodes, clock, dependencies.errors.note)
+        episodes = new_episode_runner(
+            spec, session.engines, session.episodes, clock, dependencies.errors.note, session.media
+        )
         self._orders = CurriculumOrders(spec, data.stream, session.changes.notify)
         self._peer = JobPeer(
             data=data,

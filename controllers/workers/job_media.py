@@ -48,8 +48,8 @@ Pictures = tuple[PictureRef, ...]
 
 
 class JobMedia:
-    """The media of a job on this controller. `me`: this incarnation. `held`: returns the prompts that this controller
-    produces or holds groups of. `worlds`: returns the train worlds whose ranks on this node may need their blobs; empty:
+    """The media of a job on this controller. `me`: this incarnation. `tool_bytes`: upper bound for the bytes of the pictures
+    that tools return in a group. `held`: returns the prompts that this controller produces or holds groups of. `worlds`: returns the train worlds whose ranks on this node may need their blobs; empty:
     not known yet. `changes`: notified when they change. `warn`: called with what is wrong with the store of this node, and
     with an empty sentence when that is over.
     """
@@ -64,6 +64,7 @@ class JobMedia:
         changes: ChangeSignal,
         warn: Callable[[str], None],
         clock: Clock,
+        tool_bytes: int = 0,
     ) -> None:
         self._blobs = blobs
         self._uid = uid
@@ -75,30 +76,43 @@ class JobMedia:
         self._clock = clock
         self._making: dict[Pictures, asyncio.Task[tuple[Medium, ...]]] = {}
         """By pictures: the task that makes their blobs, kept as long as a held prompt has them."""
-        self._prompts: dict[PromptRef, Pictures] = {}
-        """The pictures of prompts that are trained."""
+        self._prompts: dict[PromptRef, set[Pictures]] = {}
+        """The pictures of prompts that are trained, and those that tools returned in responses to them."""
         self._used: Counter[Pictures] = Counter()
         """How often pictures are in use beside that."""
-        self._reserved: dict[Pictures, int] = {}
-        """Bytes that are reserved for the blobs of pictures that are not stored yet."""
+        self._reserved: dict[Pictures | PromptRef, int] = {}
+        """Bytes that are reserved for the blobs of pictures that are not stored yet, and of those that tools may return in
+        responses to a prompt."""
+        self._tool_bytes = tool_bytes
 
     async def reserve(self, prompt: Prompt) -> bool:
         """Reserve room in the store for a prompt that will be sampled; return whether there is room.
 
         A store that does not answer counts as room: making the blobs then fails, with the reason.
         """
-        pictures = prompt.pictures
-        if not pictures:
-            return True
-        if pictures not in self._making and pictures not in self._reserved:
-            wanted = {**self._reserved, pictures: sum(one.size for one in pictures)}
-            if not await self._set_reservation(wanted):
+        pictures, more = prompt.pictures, dict[Pictures | PromptRef, int]()
+        if pictures and pictures not in self._making and pictures not in self._reserved:
+            more[pictures] = sum(one.size for one in pictures)
+        if self._tool_bytes:
+            more[prompt.ref] = self._tool_bytes
+        if more:
+            if not await self._set_reservation(self._reserved | more):
                 return False
-            self._reserved = {**self._reserved, pictures: wanted[pictures]}
-        self._prompts[prompt.ref] = pictures
+            self._reserved |= more
+        self.keep(prompt.ref, pictures)
         return True
 
-    async def _set_reservation(self, wanted: Mapping[Pictures, int]) -> bool:
+    def keep(self, ref: PromptRef, pictures: Pictures) -> None:
+        """Keep the blobs of pictures pinned as long as this controller holds the prompt `ref`."""
+        if pictures:
+            self._prompts.setdefault(ref, set()).add(pictures)
+
+    async def end_sampling(self, ref: PromptRef) -> None:
+        """End the reservation for pictures of tools: all responses to the prompt are finished."""
+        if self._reserved.pop(ref, None) is not None:
+            await self._set_reservation(self._reserved)
+
+    async def _set_reservation(self, wanted: Mapping[Pictures | PromptRef, int]) -> bool:
         client = await self._blobs.client(self._uid)
         try:
             return await client.reserve(self._me, sum(wanted.values()), PIN_S)
@@ -107,11 +121,11 @@ class JobMedia:
 
     async def release(self, ref: PromptRef) -> None:
         """End the pins of a prompt whose group was dropped to make room, except those that other prompts need."""
-        pictures = self._prompts.pop(ref, None)
-        if pictures is None or self._used[pictures] or pictures in self._prompts.values():
-            return
-        task = self._making.pop(pictures, None)
-        dropped = self._names([task] if task is not None and task.done() else [])
+        await self.end_sampling(ref)
+        others = set[Pictures]().union(*(found for held, found in self._prompts.items() if held != ref))
+        unused = [one for one in self._prompts.pop(ref, ()) if not self._used[one] and one not in others]
+        tasks = [task for one in unused if (task := self._making.pop(one, None)) is not None]
+        dropped = self._names(task for task in tasks if task.done())
         dropped -= self._names(one for one in self._making.values() if one.done())
         if dropped:
             client = await self._blobs.client(self._uid)
@@ -142,6 +156,16 @@ class JobMedia:
             self._used[pictures] -= 1
             self._used += Counter()  # drops those that are no longer in use
 
+    async def store_for(self, ref: PromptRef, picture: PictureRef) -> Medium:
+        """Make the blob of a picture that a tool returned in a response to a trained prompt; it stays pinned as long as this
+        controller holds the prompt. Raises as `of`."""
+        self.keep(ref, (picture,))
+        (medium,) = await self._of_pictures((picture,))
+        if ref in self._reserved:
+            self._reserved[ref] = max(self._reserved[ref] - medium.size, 0)
+            await self._set_reservation(self._reserved)
+        return medium
+
     @contextlib.asynccontextmanager
     async def files(self, prompt: Prompt) -> AsyncIterator[tuple[PictureFile, ...]]:
         """Yield the files of a prompt's pictures on this node, which stay there until the block ends. Raises as `of`."""
@@ -153,7 +177,7 @@ class JobMedia:
         blobs stay pinned as long as this controller holds the prompt.
         """
         if trained:
-            self._prompts[prompt.ref] = prompt.pictures
+            self.keep(prompt.ref, prompt.pictures)
         media = await self.of(prompt)
         return self.name_pictures(prompt.pictures, media, len(prompt.short_ids), prompt.token_ids)
 
@@ -252,12 +276,12 @@ class JobMedia:
             await self._clock.sleep(RENEW_S)
             held = set(self._held())
             self._prompts = {ref: pictures for ref, pictures in self._prompts.items() if ref in held}
-            needed = {*self._prompts.values(), *self._used}
+            needed = set(self._used).union(*self._prompts.values())
             gone = [pictures for pictures, task in self._making.items() if pictures not in needed and task.done()]
             dropped = self._names(self._making.pop(pictures) for pictures in gone)
             kept = self._names(task for task in self._making.values() if task.done())
             if self._reserved:
-                wanted = needed | self._making.keys()
+                wanted = needed | self._making.keys() | held
                 self._reserved = {one: size for one, size in self._reserved.items() if one in wanted}
                 await self._set_reservation(self._reserved)
             client = await self._blobs.client(self._uid)

@@ -33,6 +33,9 @@ class EngineCapabilities:
     adapters: bool = _row("loads adapters alone (`train.lora.publish: adapter`)")
     judge_adapters: bool = _row("serves judges that are adapters of the policy's model (`judges[].adapter`)")
     pictures: str = _row("pictures in prompts")
+    turn_pictures: bool = _row(
+        "pictures in responses of several turns, such as those of tools (`environment.tools.max_pictures`)"
+    )
     partial_updates: bool = _row("gets only what is trained (`train.freeze`)")
 
 
@@ -68,6 +71,7 @@ ENGINES: Mapping[str, EngineCapabilities] = {
         adapters=True,
         judge_adapters=True,
         pictures="yes",
+        turn_pictures=True,
         partial_updates=True,
     ),
     "sglang": EngineCapabilities(
@@ -85,6 +89,7 @@ ENGINES: Mapping[str, EngineCapabilities] = {
         adapters=False,
         judge_adapters=False,
         pictures="Qwen3-VL",
+        turn_pictures=False,
         partial_updates=False,
     ),
     "vllm": EngineCapabilities(
@@ -102,6 +107,7 @@ ENGINES: Mapping[str, EngineCapabilities] = {
         adapters=True,
         judge_adapters=False,
         pictures="",
+        turn_pictures=False,
         partial_updates=False,
     ),
     "hf": EngineCapabilities(
@@ -119,6 +125,7 @@ ENGINES: Mapping[str, EngineCapabilities] = {
         adapters=True,
         judge_adapters=False,
         pictures="yes",
+        turn_pictures=True,
         partial_updates=True,
     ),
 }

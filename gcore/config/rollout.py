@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator, model_validator
 
 from gcore.config.base import SPANS, Option, Section, SlotsPerEngine, StopString, Temperature
 from gcore.config.capabilities import ENGINES, lacking
@@ -149,6 +149,11 @@ def _too_many(over_provision: float, staleness: int) -> str:
 MOST_TURNS = 1000
 
 
+def picture_bytes(pixels: int) -> int:
+    """Return an upper bound for the bytes of a stored picture of so many pixels: a PNG file of random RGB values has less."""
+    return 4 * pixels + (64 << 10)
+
+
 class ToolsSpec(Section):
     """The tools, and the processes that run them on each controller's node."""
 
@@ -167,6 +172,18 @@ class ToolsSpec(Section):
     )
     memory_mb: PositiveInt = Field(1024, ge=64, le=1 << 30, description="Memory limit of one process, in MiB")
     start_timeout_s: PositiveFloat = Field(60.0, le=3600, description="Maximum time to load the tools, in seconds")
+    max_pictures: NonNegativeInt = Field(
+        0,
+        le=64,
+        description="Maximum number of pictures that tools may return in one response. A response that would have more is cut off. "
+        "Needs data.images. 0: tools return only text",
+    )
+    max_pixels: PositiveInt = Field(
+        1 << 20,
+        le=64 << 20,
+        description="Maximum size of a picture of a tool, in pixels (height x width) as the model sees it. The blob store reserves room for "
+        "such pictures. A larger one fails the response",
+    )
 
     @field_validator("names")
     @classmethod
@@ -178,6 +195,11 @@ class ToolsSpec(Section):
                 raise ValueError(f"two tools are called {twice[0]!r} ({' and '.join(same)}); rename one of them")
             raise ValueError(f"tool {twice[0]!r} is listed twice; list it once")
         return names
+
+    @property
+    def response_bytes(self) -> int:
+        """Upper bound for the bytes of the pictures that tools return in one response."""
+        return self.max_pictures * picture_bytes(self.max_pixels)
 
     @property
     def called(self) -> dict[str, str]:

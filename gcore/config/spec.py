@@ -50,6 +50,7 @@ from gcore.config.validation import (
     check_sources,
     check_stale,
     check_streamed,
+    check_tool_pictures,
     check_tracking,
     check_truncation,
     check_turns,
@@ -232,6 +233,12 @@ class JobSpec(Section):
         return JudgeModel(path=policy.path, trust_remote_code=policy.trust_remote_code, max_length=policy.max_length)
 
     @property
+    def tool_picture_bytes(self) -> int:
+        """Upper bound for the bytes of the pictures that tools return in the responses of a group."""
+        each = 0 if self.environment is None else self.environment.tools.response_bytes
+        return each * self.flow.samples_per_prompt
+
+    @property
     def judge_adapters(self) -> dict[str, str]:
         """By judge: the folder of its adapter, which the policy's engines serve."""
         return {judge.name: judge.adapter for judge in self.judges if judge.adapter is not None}
@@ -349,7 +356,8 @@ _RULES: tuple[Callable[[JobSpec], Iterator[str]], ...] = (
     lambda s: check_flow(s.flow, s.train),  # before check_groups, whose advice (two samples) would not solve it
     lambda s: check_groups(s.flow, s.train),
     lambda s: check_published_adapters(s.rollout, s.train),
-    lambda s: check_pictures(uses_pictures(s), s.environment is not None or s.agent is not None, s.rollout, s.train),
+    lambda s: check_pictures(uses_pictures(s), s.environment, s.agent, s.rollout, s.train),
+    lambda s: check_tool_pictures((*training_sources(s), *eval_sources(s)), s.environment),
     lambda s: check_judge_adapters(list(s.judge_adapters), s.rollout, s.train),
     lambda s: check_correction(s.rollout.correction, s.train),
     lambda s: check_stale(s.rollout, s.train),

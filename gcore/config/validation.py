@@ -72,15 +72,23 @@ def check_published_adapters(rollout: RolloutSpec, train: TrainSpec) -> Iterator
     yield from lacking(ENGINES, "rollout.engine", rollout.engine, {"train.lora.publish: adapter": ("adapters", alone)})
 
 
-def check_pictures(wanted: bool, turns: bool, rollout: RolloutSpec, train: TrainSpec) -> Iterator[str]:
-    """Check that the engine and the settings support prompts with pictures. `turns`: whether responses have several
-    turns, by an environment or an agent.
-    """
+def check_pictures(
+    wanted: bool,
+    environment: EnvironmentSpec | None,
+    agent: AgentSpec | None,
+    rollout: RolloutSpec,
+    train: TrainSpec,
+) -> Iterator[str]:
+    """Check that the engine and the settings support prompts with pictures."""
     if not wanted:
         return
-    yield from lacking(ENGINES, "rollout.engine", rollout.engine, {"data.images": ("pictures", True)})
+    needs = {
+        "data.images": ("pictures", True),
+        "an environment together with data.images": ("turn_pictures", environment is not None),
+    }
+    yield from lacking(ENGINES, "rollout.engine", rollout.engine, needs)
     unfit = {
-        "environment and agent": turns,
+        "agent": agent is not None,
         "train.critic": train.critic is not None,
         "train.sequence_parallel": train.sequence_parallel > 1,
         "train.lora": train.lora is not None,
@@ -88,6 +96,16 @@ def check_pictures(wanted: bool, turns: bool, rollout: RolloutSpec, train: Train
     for name, used in unfit.items():
         if used:
             yield f"data.images is set, and {name} does not support pictures yet; leave one of them out"
+
+
+def check_tool_pictures(sources: Sequence[ResolvedSource], environment: EnvironmentSpec | None) -> Iterator[str]:
+    """Check that every prompt goes to a model that sees, if tools return pictures. `sources`: of training and evaluation."""
+    without = [one.name for one in sources if one.images is None]
+    if environment is not None and environment.tools.max_pictures and without:
+        yield (
+            f"environment.tools.max_pictures is {environment.tools.max_pictures}, but {', '.join(dict.fromkeys(without))} has no "
+            "field of pictures; set data.images, or set max_pictures to 0"
+        )
 
 
 def check_seeing_judges(wanted: bool, judges: Sequence[JudgeSpec]) -> Iterator[str]:

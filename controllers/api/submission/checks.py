@@ -141,24 +141,24 @@ def check_blob_room(spec: JobSpec, nodes: Sequence[NodeRecord], sources: Iterabl
     """Check that the blob stores have room for the pictures of all groups that may be generated and not trained yet.
 
     `sources`: of training prompts. A prompt counts with the mean size of its source's pictures per prompt, because equal
-    pictures are stored once. Raises SpecError.
+    pictures are stored once, and with as many pictures of tools as its responses may have. Raises SpecError.
     """
     seeing = [(one.pictures.total_size, len(one)) for one in sources if one.pictures is not None]
     total, entries = sum(size for size, _ in seeing), sum(count for _, count in seeing)
     room = sum(node.blob_bytes for node in nodes)
-    if not total or not room or not all(node.blob_bytes for node in nodes):
+    if not (total or spec.tool_picture_bytes) or not room or not all(node.blob_bytes for node in nodes):
         return
     rollout = spec.rollout
     quotas = rollout.staleness + 1 if rollout.over_provision is None else rollout.over_provision
     sealed = 1 if rollout.staleness else 0  # the step that is trained meanwhile
     groups = math.ceil(spec.flow.groups_per_step * (quotas + sealed))
-    needed = min(total, groups * -(-total // entries))
+    needed = min(total, groups * -(-total // max(entries, 1))) + groups * spec.tool_picture_bytes
     if needed > room:
         raise SpecError(
             f"the pictures of {groups} groups ({quotas:g} steps ahead and {sealed} in training) take about {needed:,} bytes, and the "
             f"blob stores of {count_noun(len(nodes), 'node')} have {room:,}",
             where="flow.groups_per_step",
-            fix="Lower it, rollout.staleness or data.max_pixels, or raise blob_gib of the nodes",
+            fix="Lower it, rollout.staleness, data.max_pixels or environment.tools.max_pixels, or raise blob_gib of the nodes",
         )
 
 

@@ -36,7 +36,7 @@ from gcore.rollout.agents.chat_protocol import (
     parse_message,
     parse_request,
 )
-from gcore.rollout.environments.episode import Transcript, decode_suffix
+from gcore.rollout.environments.episode import ShownTokens, Transcript, decode_suffix
 from gcore.system.clock import Clock
 from gcore.system.concurrency import wait_within
 from gcore.types import FinishReason, Sample
@@ -137,7 +137,7 @@ class Dialogue:
         `shown`: the request's new part. `sample`, `text`: the policy's answer as tokens and as text. `answer`: the
         message that is sent to the agent.
         """
-        self._whole.observe(shown.ids, shown.text)
+        self._whole.observe(ShownTokens(shown.ids, shown.text, shown.ids))
         self._whole.turn(sample, text)
         self._said = sample.token_ids
         self._messages = (*question.messages, parse_message(answer, len(question.messages)))

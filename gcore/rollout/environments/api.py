@@ -6,6 +6,8 @@ after it. Observed tokens are never trained (`Sample.observed`). An environment 
 it must not block. Slow operations, and code written by the model, belong into tools (`Setting.tools`), which run in
 their own processes with limits.
 
+A tool may return pictures (`ToolResult`). The environment puts them into its observation, and the model sees them there.
+
 If an environment raises, the response fails (`environment.on_error`). Its behavior must depend only on its setting and
 the model's turns, so that a repeated response gets the same environment.
 """
@@ -16,6 +18,7 @@ import asyncio
 import copy
 import inspect
 import math
+import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -32,7 +35,7 @@ from gcore.plugins import (
     plugin_trace,
 )
 from gcore.system.concurrency import is_cancelled
-from gcore.types import LARGEST_REWARD, FinishReason
+from gcore.types import LARGEST_REWARD, FinishReason, PictureRef
 
 Message = Mapping[str, Any]
 
@@ -62,15 +65,21 @@ class Turn:
     """Number of the turn in its response, from 1."""
 
 
+PICTURE = "\ufffc"
+"""Stands for the next picture in the text of an observation that has pictures: Unicode's character for an embedded object."""
+
+
 @dataclass(frozen=True, slots=True)
 class Observation:
     """What the model sees next: either text, appended unchanged, or messages, rendered by the chat template.
 
-    May be empty only before the first turn.
+    May be empty only before the first turn. `pictures`: those of tools (`Said.pictures`), in the order of their places: one
+    `PICTURE` in the text, or one part of type image in the messages, for each.
     """
 
     text: str = ""
     messages: Sequence[Message] = ()
+    pictures: Sequence[PictureRef] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +90,23 @@ class Done:
 
 
 @dataclass(frozen=True, slots=True)
+class ToolResult:
+    """What a tool returns if the model shall see pictures. `pictures`: PNG, JPEG or WebP files, as bytes or as paths.
+
+    The model sees the pictures after the text. They count towards `environment.tools.max_pictures`.
+    """
+
+    text: str
+    pictures: Sequence[bytes | str | os.PathLike[str]] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Said:
-    """Text that a tool returned. `failed`: the tool failed, and the text says why."""
+    """Text that a tool returned. `failed`: the tool failed, and the text says why. `pictures`: that it returned."""
 
     text: str
     failed: bool = False
+    pictures: tuple[PictureRef, ...] = ()
 
 
 class Tools(Protocol):
@@ -157,8 +178,15 @@ TOOLS = PluginKind("tool", "gcore.tools", "environment.tools.names")
 METHODS = ("reset", "step", "close")
 """Methods that every environment must have."""
 
-Tool = Callable[[str], str]
-"""A tool: a function from the model's argument (text or JSON) to a text for the model."""
+Tool = Callable[..., str | ToolResult]
+"""A tool: a function from the model's argument (text or JSON) to a text for the model, or to a `ToolResult`.
+
+A tool with a second parameter, `pictures`, also gets the paths of the response's pictures: those of the prompt as they
+are in the data, then those that tools returned before.
+"""
+
+SEEN_PICTURES = "pictures"
+"""Name of a tool's parameter for the pictures of the response."""
 
 
 def find_environment(name: str) -> EnvironmentMaker:
@@ -173,10 +201,18 @@ def find_environment(name: str) -> EnvironmentMaker:
 def find_tool(name: str) -> Tool:
     """Find a tool by entry-point name. Raises PluginFault."""
     found: Tool = find_plugin(TOOLS, name)
-    check_parameters(TOOLS, name, found, "argument")
+    check_parameters(TOOLS, name, found, *(("argument", SEEN_PICTURES) if sees_pictures(found) else ("argument",)))
     if inspect.iscoroutinefunction(found):
         raise PluginFault(f"tool {name!r} is asynchronous", where=TOOLS.where, fix="Write `def`, not `async def`")
     return found
+
+
+def sees_pictures(tool: Tool) -> bool:
+    """Whether a tool has the parameter for the pictures of the response."""
+    try:
+        return SEEN_PICTURES in inspect.signature(tool).parameters
+    except (TypeError, ValueError):  # a callable without a signature
+        return False
 
 
 class CheckedEnvironment:
@@ -244,6 +280,7 @@ class CheckedEnvironment:
             )
         text: Any = found.text
         messages: Any = found.messages
+        pictures: Any = found.pictures
         if not isinstance(text, str) or not isinstance(messages, list | tuple):
             raise self._wrong(
                 f"returned an observation from {where} without a valid text or list of messages", "Correct it"
@@ -254,8 +291,13 @@ class CheckedEnvironment:
             )
         if text and messages:
             raise self._wrong("returned both text and messages", "Return one of them")
+        if not isinstance(pictures, list | tuple) or not all(isinstance(one, PictureRef) for one in pictures):
+            raise self._wrong(
+                f"returned pictures from {where} that are not those of a tool",
+                "Return the `pictures` of a tool's result",
+            )
         try:
-            return Observation(_spelt(text), tuple(_spelt(message) for message in messages))
+            return Observation(_spelt(text), tuple(_spelt(message) for message in messages), tuple(pictures))
         except RecursionError:
             raise self._wrong(f"returned messages from {where} that contain themselves", "Correct it") from None
 

@@ -5,6 +5,8 @@ The caller passes the function that generates a turn.
     limits       `environment.max_turns`; the policy's own tokens (`max_new_tokens`); all tokens (`environment.max_tokens`).
                  A response that reaches a limit ends after its current turn, as truncated
     an error     an environment that raises, times out or returns an invalid observation raises EnvironmentFault
+    pictures     an observation may have pictures of tools. Their placeholders are observed tokens, their blobs are media of
+                 the response. A response that would have more than `environment.tools.max_pictures` ends as truncated
 
 Observations are never truncated: if one does not fit, the response ends before it.
 """
@@ -14,12 +16,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+from gcore.config.rollout import picture_bytes
 from gcore.data.tokenizer import TextTooLong, check_length, run_by_size
 from gcore.errors import DataError
+from gcore.media.placeholders import PictureRule
 from gcore.rollout.environments.api import (
     ENVIRONMENT,
+    PICTURE,
     CheckedEnvironment,
     Done,
     EnvironmentFault,
@@ -28,7 +33,7 @@ from gcore.rollout.environments.api import (
 )
 from gcore.system.clock import Clock
 from gcore.system.concurrency import Pausable, TaskHung, wait_within
-from gcore.types import FinishReason, Range, Sample, Version, VersionSpan
+from gcore.types import FinishReason, Medium, PictureRef, Range, Sample, TokenOutput, Version, VersionSpan
 
 if TYPE_CHECKING:
     from gcore.data.renderer import PromptRenderer  # code that only displays a response needs no templates
@@ -56,6 +61,10 @@ class Transcript:
     """
 
     token_ids: tuple[int, ...] = ()
+    short_ids: tuple[int, ...] = ()
+    """`token_ids` with one placeholder for each picture, as engines receive them."""
+    media: tuple[Medium, ...] = ()
+    """The blobs of the pictures, in the order of their placeholders."""
     logprobs: tuple[float, ...] = ()
     text: str = ""
     turns: int = 0
@@ -76,35 +85,39 @@ class Transcript:
         for span in sample.spans:
             self._made(span.version, span.start + before, span.end + before)
         self.token_ids += sample.token_ids
+        self.short_ids += sample.token_ids
         self.logprobs += sample.logprobs
         self.text += text
         self.turns += 1
 
-    def observe(self, token_ids: tuple[int, ...], text: str) -> None:
-        """Append an observation: text of a tool or environment, which is never trained."""
-        if not token_ids:
+    def observe(self, shown: ShownTokens, media: Sequence[Medium] = ()) -> None:
+        """Append an observation of a tool or environment, which is never trained. `media`: blobs of its pictures."""
+        if not shown.token_ids:
             return
         before, letters = len(self.token_ids), len(self.text)
-        self.token_ids += token_ids
-        self.logprobs += (0.0,) * len(token_ids)
-        self.text += text
+        self.token_ids += shown.token_ids
+        self.short_ids += shown.short_ids
+        self.media += tuple(media)
+        self.logprobs += (0.0,) * len(shown.token_ids)
+        self.text += shown.text
         _extend(self._observed, before, len(self.token_ids))
-        if text:
+        if shown.text:
             _extend(self._observed_text, letters, len(self.text))
         if self._spans:
             self._made(self._spans[-1].version, before, len(self.token_ids))
 
     def sample(self, finish_reason: FinishReason) -> Sample:
         """Return the whole response as a training sample. Needs at least one turn."""
-        return Sample(
+        output = TokenOutput(
             self.token_ids,
             self.logprobs,
             self.text,
-            finish_reason,
             tuple(self._spans),
-            observed=tuple(self._observed),
-            observed_text=tuple(self._observed_text),
+            tuple(self._observed),
+            tuple(self._observed_text),
+            self.media,
         )
+        return Sample(output=output, finish_reason=finish_reason)
 
     def _made(self, version: Version, start: int, end: int) -> None:
         if start == end:
@@ -126,11 +139,8 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-Say = Callable[[tuple[int, ...], int, int], Awaitable[Sample]]
-"""Generates one turn with an engine.
-
-Arguments: the response's tokens so far, the maximum number of new tokens, and the number of the turn.
-"""
+Say = Callable[[Transcript, int], Awaitable[Sample]]
+"""Generates the next turn with an engine. Arguments: the response so far, and the maximum number of new tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,11 +158,25 @@ class EpisodeLimits:
 
 
 @dataclass(frozen=True, slots=True)
+class EpisodePictures:
+    """How the pictures of observations become tokens and blobs. `rule`: of the model. `most`: maximum number of pictures in a
+    response. `most_pixels`: maximum height x width of one, in the size that the model uses. `store`: makes the blob of a
+    picture, and keeps it as long as the response needs it; raises DataError if the file is damaged, and EngineError if the
+    store cannot.
+    """
+
+    rule: PictureRule
+    most: int
+    most_pixels: int
+    store: Callable[[PictureRef], Awaitable[Medium]]
+
+
+@dataclass(frozen=True, slots=True)
 class EpisodeSetting:
     """Inputs of `play_episode` besides the environment and the engine.
 
-    `prompt_ids`: tokens of the prompt. `fields`: its entry. `hold`: stops the environment's timeout while it waits for
-    a tool process.
+    `prompt_ids`: tokens of the prompt, with one placeholder for each picture. `fields`: its entry. `hold`: stops the
+    environment's timeout while it waits for a tool process. `pictures`: None for a job without pictures.
     """
 
     prompt_ids: tuple[int, ...]
@@ -161,6 +185,7 @@ class EpisodeSetting:
     limits: EpisodeLimits
     clock: Clock
     hold: Pausable | None = None
+    pictures: EpisodePictures | None = None
 
 
 async def play_episode(environment: CheckedEnvironment, say: Say, scene: EpisodeSetting) -> Sample:
@@ -178,18 +203,18 @@ async def play_episode(environment: CheckedEnvironment, say: Say, scene: Episode
 async def _played(environment: CheckedEnvironment, say: Say, scene: EpisodeSetting) -> Sample:
     limits, whole = scene.limits, Transcript()
     shown = await _encoded(await _in_time(environment.reset(), scene), whole, scene, said=())
-    if shown is None or len(shown[0]) >= limits.room:
-        has = f"more than {limits.room}" if shown is None else len(shown[0])
+    if shown is None or len(shown.token_ids) >= limits.room:
+        has = f"more than {limits.room}" if shown is None else len(shown.token_ids)
         raise EnvironmentFault(
             f"the observation before the first turn has {has} tokens, but a response has at most {limits.room}",
             where="environment.max_tokens",
             fix="Raise it, or shorten the observation",
         )
     while True:
-        whole.observe(*shown)
+        whole.observe(shown, await _stored(shown, scene))
         left = min(limits.own - whole.own_tokens, limits.room - len(whole.token_ids))
-        made = await say(whole.token_ids, left, whole.turns + 1)
-        text = decode_suffix(made.token_ids, whole.token_ids or scene.prompt_ids, scene.renderer)
+        made = await say(whole, left)
+        text = decode_suffix(made.token_ids, whole.short_ids or scene.prompt_ids, scene.renderer)
         whole.turn(made, text)
         if made.finish_reason != "stop":
             return whole.sample(made.finish_reason)
@@ -198,7 +223,7 @@ async def _played(environment: CheckedEnvironment, say: Say, scene: EpisodeSetti
         if isinstance(found, Done):
             return _worth(whole.sample("stop"), found.reward)
         shown = await _encoded(found, whole, scene, said=made.token_ids)
-        if shown is None or _is_cut_off(whole, len(shown[0]), limits):
+        if shown is None or _is_cut_off(whole, len(shown.token_ids), limits):
             cut: FinishReason = "length"
             return whole.sample(cut)
 
@@ -212,18 +237,32 @@ def _worth(sample: Sample, reward: float | None) -> Sample:
     return sample if reward is None else replace(sample, reward_parts=((ENVIRONMENT, reward),))
 
 
-Shown = tuple[tuple[int, ...], str]
-"""An observation as tokens and as text."""
+class ShownTokens(NamedTuple):
+    """An observation as text and as tokens. `short_ids`: with one placeholder for each of `pictures`."""
+
+    token_ids: tuple[int, ...]
+    text: str
+    short_ids: tuple[int, ...]
+    pictures: tuple[PictureRef, ...] = ()
 
 
 async def _encoded(
     found: Observation, whole: Transcript, scene: EpisodeSetting, *, said: tuple[int, ...]
-) -> Shown | None:
-    """Render and tokenize an observation, a long one in a thread. None if it is far too long for the response.
+) -> ShownTokens | None:
+    """Render and tokenize an observation, a long one in a thread. None if it is far too long for the response, or has too
+    many pictures.
 
     `said`: tokens of the model's last turn.
     """
-    before, room = whole.token_ids, scene.limits.room - len(whole.token_ids)
+    before, room, shown = whole.short_ids, scene.limits.room - len(whole.token_ids), len(found.pictures)
+    if shown and (scene.pictures is None or not scene.pictures.most):
+        raise EnvironmentFault(
+            "the environment shows a picture, but the job allows none",
+            where="environment.tools.max_pictures",
+            fix="Set it to the number of pictures in a response",
+        )
+    if scene.pictures is not None and len(whole.media) + shown > scene.pictures.most:
+        return None
     try:
         return await run_by_size(_characters(found), lambda: _shown(found, before, room, scene, said=said))
     except TextTooLong:
@@ -234,15 +273,47 @@ async def _encoded(
 
 def _shown(
     found: Observation, made: tuple[int, ...], room: int, scene: EpisodeSetting, *, said: tuple[int, ...]
-) -> Shown:
-    """Render and tokenize an observation. Raises DataError, TextTooLong."""
-    renderer, before = scene.renderer, scene.prompt_ids + made
+) -> ShownTokens:
+    """Render and tokenize an observation. `made`: the response so far, with one placeholder for each picture. Raises
+    DataError, also if the text has another number of placeholders than pictures, and TextTooLong.
+    """
+    renderer, before, pictures = scene.renderer, scene.prompt_ids + made, scene.pictures
     text = renderer.behind(found.messages, scene.fields, said=said) if found.messages else found.text
+    if pictures is not None and found.pictures and not found.messages:
+        text = text.replace(PICTURE, pictures.rule.picture_text)
     if not text:
-        return (), ""
+        return ShownTokens((), "", ())
     check_length(text, room, lambda part: renderer.encode_behind(before, part))
-    ids = renderer.encode_behind(before, text)
-    return ids, decode_suffix(ids, before, renderer) if found.messages else text
+    short_ids = ids = renderer.encode_behind(before, text)
+    if pictures is not None:
+        ids = pictures.rule.expand(short_ids, [(one.height, one.width) for one in found.pictures])
+    plain = not found.messages and not found.pictures
+    return ShownTokens(
+        ids, text if plain else decode_suffix(short_ids, before, renderer), short_ids, tuple(found.pictures)
+    )
+
+
+async def _stored(shown: ShownTokens, scene: EpisodeSetting) -> list[Medium]:
+    """Make the blobs of an observation's pictures. Raises EnvironmentFault for one that is too large or damaged, and
+    EngineError if the store cannot.
+    """
+    made: list[Medium] = []
+    for number, picture in enumerate(shown.pictures, 1):
+        assert scene.pictures is not None
+        height, width = scene.pictures.rule.target_size(picture.height, picture.width)
+        most = scene.pictures.most_pixels
+        if height * width > most or ((height, width) == picture[2:4] and picture.size > picture_bytes(most)):
+            raise EnvironmentFault(
+                f"picture {number} of a tool is too large: the model would see {width}x{height} = {height * width} pixels, "
+                f"and the file has {picture.size} bytes; at most {most} pixels and {picture_bytes(most)} bytes are allowed",
+                where="environment.tools.max_pixels",
+                fix="Raise it, or return smaller pictures",
+            )
+        try:
+            made.append(await scene.pictures.store(picture._replace(target_height=height, target_width=width)))
+        except DataError as error:
+            raise EnvironmentFault(f"picture {number} of a tool cannot be used: {error.what}", fix=error.fix) from error
+    return made
 
 
 def _characters(found: Observation) -> int:

@@ -4,7 +4,7 @@ Tools are foreign code that processes model output, so they do not run in the co
 (`environment.tools.workers`) run one call each. Waiting for a free process does not count as the environment's time. If
 a call takes longer than `environment.tools.timeout_s`, its process is killed and replaced; so is a process that dies.
 The model gets a short error text and continues, because a failing tool is part of its environment. An event reports
-each reason once. An argument that a tool cannot process (`BadArgument`) is the model's mistake and not reported.
+each reason once. A picture that cannot be used fails the response. An argument that a tool cannot process (`BadArgument`) is the model's mistake and not reported.
 
 The processes are the same as for rewards, with another program (`gcore.worker.sandbox.pool`).
 """
@@ -13,8 +13,11 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import Callable, Mapping
+import re
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 from gcore.config.rollout import EnvironmentSpec, ToolsSpec
@@ -25,19 +28,24 @@ from gcore.rollout.environments.api import (
     EnvironmentMaker,
     Said,
     Setting,
-    Tools,
     find_environment,
 )
 from gcore.rollout.environments.episode import hung_environment
 from gcore.system.clock import Clock, SystemClock
 from gcore.system.concurrency import TaskHung, cancel_task, wait_within
 from gcore.system.process import CannotStart
+from gcore.types import PictureRef
 from gcore.worker.sandbox.child import encode_line
 from gcore.worker.sandbox.pool import Holding, PoolStatus, SandboxProgram, WorkerPool
 from gcore.worker.sandbox.process import ProcessEnded, ProtocolBroken
 
 LONGEST_ARGUMENT = 1 << 16
 """Maximum length of a tool's argument in characters."""
+
+PICTURE_FIX = "Correct the tool: it may return whole PNG, JPEG and WebP files, at most environment.tools.max_pictures"
+
+SeenPictures = Callable[[], Sequence[str]]
+"""Returns the paths of a response's pictures."""
 
 FaultReporter = Callable[[str, str], None]
 """Called for a failed tool: the error, and the traceback of its own code or an empty text."""
@@ -58,12 +66,16 @@ class ToolPool:
         self._spec = spec
         self._called = spec.called
         self._on_fault = on_fault
-        setup = encode_line({"tools": list(spec.names), "memory_mb": spec.memory_mb})
+        self._folder = tempfile.TemporaryDirectory(prefix="gcore-tools-") if spec.max_pictures else None
+        folder = "" if self._folder is None else self._folder.name
+        setup = encode_line({"tools": list(spec.names), "memory_mb": spec.memory_mb, "folder": folder})
         program = SandboxProgram(
             "gcore.environments", setup, "the tools", "environment.tools", spec.start_timeout_s, group
         )
         self._crew = WorkerPool(program, spec.workers, clock)
         self._holding: Holding = nullcontext
+        self._seen: SeenPictures = tuple
+        self._made: list[PictureRef] = []
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -77,30 +89,38 @@ class ToolPool:
         if self._spec.names:
             await self._crew.warm()
 
-    def within(self, holding: Holding) -> Tools:
+    def within(self, holding: Holding, seen: SeenPictures = tuple) -> ToolPool:
         """Return the same tools for one response, whose waits for a free process happen within the context `holding()`.
 
-        The caller stops the environment's timeout in that context.
+        The caller stops the environment's timeout in that context. `seen`: returns the paths of the response's pictures.
         """
         same = copy.copy(self)
-        same._holding = holding
+        same._holding, same._seen, same._made = holding, seen, []
         return same
+
+    def discard_pictures(self) -> None:
+        """Delete the files of the pictures that tools returned for this response (`within`)."""
+        for picture in self._made:
+            Path(picture.path).unlink(missing_ok=True)
 
     async def call(self, name: str, argument: str) -> Said:
         """Call a tool; a failure is returned as a failed result.
 
-        Raises KeyError for a name that is not in the spec, and PluginFault if this node lacks a tool of the spec,
-        because every response would be invalid then.
+        Raises KeyError for a name that is not in the spec, EnvironmentFault if the tool returned a picture that cannot be
+        used, and PluginFault if this node lacks a tool of the spec, because every response would be invalid then.
         """
         reference = self._called[name]
         if len(argument) > LONGEST_ARGUMENT:
             return _error(f"an argument of {len(argument)} characters; at most {LONGEST_ARGUMENT}")
         async with self._crew.lent(self._holding) as loan:
-            loan.process.ask((reference, argument))
+            loan.process.ask((reference, argument, list(self._seen())))
             try:
                 result = self._as_result(await loan.process.result(self._spec.timeout_s))
             except TimeoutError:
                 return self._failed(f"tool {name!r} took longer than {self._spec.timeout_s:g} s")
+            except EnvironmentFault:
+                loan.fit = True
+                raise
             except ProtocolBroken:
                 return self._failed(f"tool {name!r} let its process say what no such process says")
             except ProcessEnded:
@@ -116,15 +136,35 @@ class ToolPool:
     async def close(self) -> None:
         """End every process."""
         await self._crew.close()
+        if self._folder is not None:
+            self._folder.cleanup()
 
     def _as_result(self, said: Any) -> Said:
         match said:
-            case {"said": str(text)}:
-                return Said(text)
+            case {"said": str(text), "pictures": list(pictures)}:
+                made = tuple(map(self._as_picture, pictures))
+                self._made += made
+                return Said(text, pictures=made)
+            case {"broken": str(why)}:
+                raise EnvironmentFault(why, where="environment.tools", fix=PICTURE_FIX)
             case {"refused": str(text)}:
                 return _error(text)
             case {"what": str(what), "trace": str(trace)}:
                 return self._failed(what, trace)
+        raise ProtocolBroken("the tool process sent an invalid message")
+
+    def _as_picture(self, fields: Any) -> PictureRef:
+        match fields:
+            case {
+                "name": str(name),
+                "sha256": str(sha256),
+                "height": int(height),
+                "width": int(width),
+                "size": int(size),
+            }:
+                if self._folder is not None and re.fullmatch(r"\d+-\d+", name) and min(height, width, size) > 0:
+                    path = str(Path(self._folder.name) / name)
+                    return PictureRef(path, sha256, height, width, height, width, size)
         raise ProtocolBroken("the tool process sent an invalid message")
 
     def _failed(self, what: str, trace: str = "") -> Said:

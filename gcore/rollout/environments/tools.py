@@ -4,7 +4,7 @@
     json    `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, the format of the Qwen and Hermes families; the result is
             a message with the role `tool` or, if prompts are plain text, is enclosed in `<tool_response>`
 
-A turn ends at the closing text, which remains in it. A call is the text between the last opening text and the closing
+Pictures of a result follow its text. A turn ends at the closing text, which remains in it. A call is the text between the last opening text and the closing
 one at the end of a turn. A closing text without an opening one is not a call.
 """
 
@@ -18,7 +18,16 @@ from decimal import Decimal, localcontext
 from fractions import Fraction
 from typing import Any, Protocol
 
-from gcore.rollout.environments.api import BadArgument, Done, EnvironmentFault, Observation, Said, Setting, Turn
+from gcore.rollout.environments.api import (
+    PICTURE,
+    BadArgument,
+    Done,
+    EnvironmentFault,
+    Observation,
+    Said,
+    Setting,
+    Turn,
+)
 
 LONGEST_RESULT = 2000
 """Maximum length of a tool's result in characters."""
@@ -75,7 +84,7 @@ class TagCallFormat:
     def result(self, call: ToolCall, said: Said) -> Observation:
         """Put the result between the texts `before` and `after`."""
         text = self.failed if said.failed and self.failed is not None else said.text[:LONGEST_RESULT]
-        return Observation(f"{self.before}{text}{self.after}")
+        return Observation(f"{self.before}{_with_pictures(text, said)}{self.after}", pictures=said.pictures)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +121,11 @@ class JsonCallFormat:
         """Format the result as a message with the role `tool`, or within `<tool_response>` if prompts are plain text."""
         text = said.text[:LONGEST_RESULT]
         if self.chat:
-            return Observation(messages=({"role": "tool", "name": call.name or "tool", "content": text},))
-        return Observation(f"\n<tool_response>\n{text}\n</tool_response>\n")
+            content = [{"type": "text", "text": text}, *({"type": "image"} for _ in said.pictures)]
+            message = {"role": "tool", "name": call.name or "tool", "content": content if said.pictures else text}
+            return Observation(messages=(message,), pictures=said.pictures)
+        inner = _with_pictures(text, said)
+        return Observation(f"\n<tool_response>\n{inner}\n</tool_response>\n", pictures=said.pictures)
 
 
 def call_format(options: Mapping[str, Any], tools: tuple[str, ...], *, chat: bool) -> CallFormat:
@@ -155,6 +167,11 @@ def call_format(options: Mapping[str, Any], tools: tuple[str, ...], *, chat: boo
             fix="Name one, or use form: json",
         )
     return TagCallFormat(tools[0], **texts)
+
+
+def _with_pictures(text: str, said: Said) -> str:
+    """The text of a result, followed by the places of its pictures."""
+    return text.replace(PICTURE, "") + PICTURE * len(said.pictures) if said.pictures else text
 
 
 def _between(text: str, opening: str, closing: str) -> str | None:

@@ -211,7 +211,8 @@ def acting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Open:
 
 def conversation() -> EpisodeRequest:
     prompt = Prompt(PromptRef(0, 0, 0), "6*7=", tuple(map(ord, "6*7=")), {"question": "6*7="}, "data")
-    return EpisodeRequest(HEAD, prompt, ChatLetters(), PARAMS)  # type: ignore[arg-type]
+    opened: Any = SimpleNamespace(renderer=ChatLetters(), pictures=None)
+    return EpisodeRequest(HEAD, prompt, opened, PARAMS)
 
 
 async def test_agents_run_side_by_side_each_on_the_engine_that_knows_it(acting: Open) -> None:

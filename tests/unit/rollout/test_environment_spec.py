@@ -66,6 +66,44 @@ def test_invalid_environments_are_refused(environment: dict[str, Any] | None, mo
         spec(environment, **more)
 
 
+SEEING = {"data": {"path": "d", "images": "images"}}
+
+
+@pytest.mark.parametrize("engine", ["torch", "hf"])
+def test_an_environment_and_tools_may_have_pictures(engine: str) -> None:
+    found = spec(
+        {**TOOLS, "tools": {"names": ["crop"], "max_pictures": 3}},
+        **SEEING,
+        rollout={"max_new_tokens": 8, "engine": engine},
+    )
+    assert found.environment is not None
+    assert found.environment.tools.max_pictures == 3
+
+
+@pytest.mark.parametrize(
+    ("environment", "more", "words"),
+    [
+        (
+            {**TOOLS, "tools": {"names": ["crop"], "max_pictures": 1}},
+            {},
+            "data has no field of pictures; set data.images",
+        ),
+        (
+            {**TOOLS, "tools": {"names": ["crop"], "max_pictures": 1}},
+            SEEING | {"rollout": {"max_new_tokens": 8, "engine": "sglang"}},
+            "an environment together with data.images needs rollout.engine: torch or hf, not sglang",
+        ),
+        (None, SEEING | {"agent": {"name": "mine"}}, "agent does not support pictures yet"),
+        ({**TOOLS, "tools": {"names": ["crop"], "max_pictures": 65}}, SEEING, "max_pictures"),
+    ],
+)
+def test_pictures_that_no_turn_can_show_are_refused(
+    environment: dict[str, Any] | None, more: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(SpecError, match=words):
+        spec(environment, **more)
+
+
 def test_the_reward_environment_hands_on_what_the_environment_said() -> None:
     reward, settings = find_reward("environment"), RewardSpec(name="environment")
     sample = replace(group_of([0.0]).samples[0], reward_parts=(("environment", 0.25),), observed=((0, 2),))

@@ -30,9 +30,17 @@ from gcore.rollout.environments.api import (
     Turn,
     find_environment,
 )
-from gcore.rollout.environments.episode import EpisodeLimits, EpisodeSetting, Transcript, play_episode
+from gcore.rollout.environments.episode import (
+    EpisodeLimits,
+    EpisodePictures,
+    EpisodeSetting,
+    ShownTokens,
+    Transcript,
+    play_episode,
+)
 from gcore.rollout.environments.pool import try_environment
 from gcore.rollout.environments.tools import (
+    CallFormat,
     JsonCallFormat,
     TagCallFormat,
     ToolCall,
@@ -42,7 +50,7 @@ from gcore.rollout.environments.tools import (
 )
 from gcore.system.concurrency import END_S
 from gcore.testing import FakeClock
-from gcore.types import FinishReason, Sample, Version, VersionSpan, range_problem
+from gcore.types import FinishReason, Medium, PictureRef, Sample, Version, VersionSpan, range_problem
 
 OLD, NEW = Version(0, 1), Version(0, 2)
 
@@ -220,7 +228,7 @@ def test_a_transcript_holds_every_token_once_under_a_version_and_knows_which_the
         if is_own:
             whole.turn(Sample(ids, (-0.5,) * size, text, "stop", (VersionSpan(version, 0, size),)), text)
         else:
-            whole.observe(ids, text)
+            whole.observe(ShownTokens(ids, text, ids))
         tokens += ids
         own += [is_own] * size
     sample = whole.sample("stop")
@@ -263,8 +271,8 @@ class Model:
         self.lines, self.asked = list(lines), list[tuple[str, int, int]]()
         self._cut = cut
 
-    async def __call__(self, tokens: tuple[int, ...], most: int, turn: int) -> Sample:
-        self.asked.append((Letters().decode(tokens), most, turn))
+    async def __call__(self, whole: Transcript, most: int) -> Sample:
+        self.asked.append((Letters().decode(whole.short_ids), most, whole.turns + 1))
         line = self.lines.pop(0)
         ids = tuple(map(ord, line)) if line.endswith(">>") else (*map(ord, line), 0)
         reason: FinishReason = "length" if len(ids) > most else "stop"
@@ -292,6 +300,96 @@ def scene(**limits: Any) -> EpisodeSetting:
 def checked(maker: Any = ToolEnvironment, **options: Any) -> CheckedEnvironment:
     options = options or ({"form": "tags"} if maker is ToolEnvironment else {})
     return CheckedEnvironment("mine", maker, Setting(options, {}, 1, OneTool()))
+
+
+PICTURES = (PictureRef("/t/1-0", "ab" * 32, 32, 32, 32, 32, 90),) * 2
+
+
+@pytest.mark.parametrize(
+    ("form", "shown"),
+    [
+        (TagCallFormat("crop", "<", ">", before="[", after="]"), "[a\ufffc\ufffc]"),
+        (JsonCallFormat(("crop",), chat=False), "\n<tool_response>\na\ufffc\ufffc\n</tool_response>\n"),
+    ],
+)
+def test_the_pictures_of_a_tool_follow_its_text(form: CallFormat, shown: str) -> None:
+    found = form.result(ToolCall("crop", ""), Said("a\ufffc", pictures=PICTURES))
+    assert found == Observation(shown, pictures=PICTURES)
+    assert form.result(ToolCall("crop", ""), Said("a\ufffc")).text == shown.replace("\ufffc\ufffc", "\ufffc")
+
+
+def test_the_pictures_of_a_tool_are_parts_of_its_message() -> None:
+    found = JsonCallFormat(("crop",), chat=True).result(ToolCall("crop", ""), Said("a", pictures=PICTURES))
+    (message,) = found.messages
+    assert message["content"] == [{"type": "text", "text": "a"}, {"type": "image"}, {"type": "image"}]
+    assert found.pictures == PICTURES
+
+
+class Rule:
+    """Stands for a model's rule: a placeholder is "@", and each picture has two of them for each 32 rows."""
+
+    picture_text = "(@)"
+
+    def target_size(self, height: int, width: int) -> tuple[int, int]:
+        return height, width
+
+    def expand(self, short_ids: Sequence[int], sizes: Sequence[tuple[int, int]]) -> tuple[int, ...]:
+        left = list(sizes)
+        if short_ids.count(ord("@")) != len(left):
+            raise DataError("another number of placeholders")
+        return tuple(
+            one for token in short_ids for one in ([token] * (left.pop(0)[0] // 16) if token == ord("@") else [token])
+        )
+
+
+def seeing(most: int = 2, **limits: Any) -> tuple[EpisodeSetting, list[PictureRef]]:
+    stored: list[PictureRef] = []
+
+    async def store(picture: PictureRef) -> Medium:
+        stored.append(picture)
+        return Medium("picture", picture.sha256, picture.size, (picture.height, picture.width, 3), "uint8")
+
+    rule: Any = Rule()
+    return replace(scene(**limits), pictures=EpisodePictures(rule, most, 1 << 20, store)), stored
+
+
+async def test_the_placeholders_of_a_picture_are_observed_and_the_engine_gets_one_of_them() -> None:
+    large = PICTURES[0]._replace(height=64)
+    shown = [Observation(), Observation("x\ufffcy", pictures=[large]), Done()]
+    model, (where, stored) = Model("ab", "c"), seeing()
+    sample = await play_episode(checked(Game, shown=shown), model, where)
+    assert Letters().decode(sample.token_ids) == "abx(@@@@)yc"
+    assert model.asked[1][0] == "abx(@)y"
+    assert sample.observed == ((3, 11),)
+    assert sample.own_tokens == 5
+    assert sample.logprobs[3:11] == (0.0,) * 8
+    assert stored == [large._replace(target_height=64)]
+    assert [one.shape for one in sample.media] == [(64, 32, 3)]
+
+
+async def test_a_picture_for_which_there_is_no_room_is_not_stored() -> None:
+    shown = [Observation(), Observation("\ufffc", pictures=[PICTURES[0]._replace(height=1600)]), Done()]
+    where, stored = seeing(room=50)
+    sample = await play_episode(checked(Game, shown=shown), Model("ab"), where)
+    assert (sample.finish_reason, sample.media, stored) == ("length", (), [])
+
+
+@pytest.mark.parametrize(
+    ("shown", "most", "words"),
+    [
+        (Observation("no place", pictures=PICTURES[:1]), 2, "another number of placeholders"),
+        (Observation("a placeholder @ of its own"), 2, "another number of placeholders"),
+        (Observation("\ufffc", pictures=PICTURES[:1]), 0, "the job allows none"),
+        (Observation("\ufffc", pictures=[b"bytes"]), 2, "not those of a tool"),  # type: ignore[list-item]
+    ],
+)
+async def test_an_observation_whose_pictures_have_no_place_is_refused(
+    shown: Observation, most: int, words: str
+) -> None:
+    where, stored = seeing(most)
+    with pytest.raises(EnvironmentFault, match=words):
+        await play_episode(checked(Game, shown=[Observation(), shown, Done()]), Model("ab"), where)
+    assert stored == []
 
 
 async def test_a_call_is_answered_behind_it_and_the_model_goes_on() -> None:

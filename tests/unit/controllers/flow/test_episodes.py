@@ -74,8 +74,11 @@ class Engines:
 class Calculator:
     names = ("calculator",)
 
-    def within(self, holding: Any) -> Calculator:
+    def within(self, holding: Any, seen: Any) -> Calculator:
         return self
+
+    def discard_pictures(self) -> None:
+        pass
 
     async def call(self, name: str, argument: str) -> Said:
         return Said(calculator(argument))
@@ -122,7 +125,8 @@ def episodes(engines: Engines, told: list[str] | None = None, maker: Any = None,
 
 def conversation(params: SamplingParams = PARAMS) -> EpisodeRequest:
     prompt = Prompt(PromptRef(0, 0, 0), "6*7=", tuple(map(ord, "6*7=")), {}, "data")
-    return EpisodeRequest(HEAD, prompt, Letters(), params)  # type: ignore[arg-type]
+    opened: Any = SimpleNamespace(renderer=Letters(), pictures=None)
+    return EpisodeRequest(HEAD, prompt, opened, params)
 
 
 async def test_each_response_goes_on_where_it_was_with_all_that_is_before_it() -> None:

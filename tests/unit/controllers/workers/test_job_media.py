@@ -448,6 +448,68 @@ async def test_room_stays_reserved_for_prompts_that_are_going_to_be_sampled(samp
         running.cancel()
 
 
+TOOL_PICTURE = PICTURE._replace(path="/tmp/tool.png", sha256="ee" * 32)
+
+
+def media_with_tools(client: StoreClient, held: set[PromptRef], clock: FakeClock) -> JobMedia:
+    blobs: Any = Blobs(client)
+    return JobMedia(blobs, "job", "node.1", lambda: held, frozenset, ChangeSignal(), str, clock, tool_bytes=120)
+
+
+async def test_room_for_pictures_of_tools_is_reserved_until_all_responses_are_finished() -> None:
+    client = StoreClient()
+    media = media_with_tools(client, set(), FakeClock())
+    first, second = of_picture(0), of_picture(1)
+    assert await media.reserve(first)
+    assert client.reserved == 100 + 120
+    assert not await media.reserve(second)
+    await media.in_request(first, trained=True)
+    assert client.reserved == 120
+    stored = await media.store_for(first.ref, TOOL_PICTURE)
+    assert client.made == [*first.pictures, TOOL_PICTURE]
+    assert client.reserved == 120 - stored.size
+    await media.end_sampling(first.ref)
+    assert client.reserved == 0
+
+
+async def test_a_prompt_without_pictures_has_room_for_those_of_tools() -> None:
+    client = StoreClient()
+    media = media_with_tools(client, set(), FakeClock())
+    plain = replace(prompt(), pictures=())
+    assert await media.reserve(plain)
+    assert client.reserved == 120
+    await media.release(plain.ref)
+    assert client.reserved == 0
+
+
+async def test_blobs_of_tools_stay_pinned_while_their_prompt_is_held() -> None:
+    client, clock = StoreClient(), FakeClock()
+    held = {prompt().ref}
+    media = media_with_tools(client, held, clock)
+    asked = await media.in_request(prompt(), trained=True)
+    stored = await media.store_for(prompt().ref, TOOL_PICTURE)
+    names = sorted(one.sha256 for one in (*asked.media, stored))
+    running = asyncio.create_task(media.run())
+    try:
+        await clock.advance(RENEW_S + 1)
+        assert client.pinned == [names]
+        held.clear()
+        await clock.advance(RENEW_S + 1)
+        assert client.unpinned == [names]
+    finally:
+        running.cancel()
+
+
+async def test_the_blobs_of_tools_are_released_with_a_dropped_group() -> None:
+    client = StoreClient()
+    media = media_with_tools(client, set(), FakeClock())
+    await media.in_request(prompt(0), trained=True)
+    await media.in_request(prompt(1), trained=True)  # with the same picture
+    stored = await media.store_for(prompt(0).ref, TOOL_PICTURE)
+    await media.release(prompt(0).ref)
+    assert client.unpinned == [[stored.sha256]]
+
+
 class Holder:
     """A peer that holds groups of these prompts, which are in no seal."""
 
@@ -520,3 +582,22 @@ def test_a_job_whose_pictures_cannot_fit_is_refused_with_both_numbers() -> None:
         check_blob_room(spec(staleness=1, over_provision=1.5), nodes(24_999), sources)
     check_blob_room(spec(staleness=20), nodes(100_000), sources)  # the whole data
     check_blob_room(spec(), nodes(0, 1), sources)  # of an older node nothing is known
+
+
+def test_a_job_has_room_for_as_many_pictures_of_tools_as_its_responses_may_have() -> None:
+    tools = {"names": ["crop"], "max_pictures": 2, "max_pixels": 1000}
+    tree = {
+        "name": "j",
+        "model": {"path": "m"},
+        "data": {"path": "d", "images": "images"},
+        "flow": {"steps": 1, "groups_per_step": 10, "samples_per_prompt": 8},
+        "rollout": {"max_new_tokens": 4},
+        "environment": {"name": "tools", "tools": tools},
+    }
+    spec, each = parse_spec(tree), 2 * (4 * 1000 + 65_536)
+    assert spec.tool_picture_bytes == 8 * each
+    node = {"incarnation": "i", "address": "a", "slots": ("cpu:0",), "pid": 1, "blobs": "http://x", "name": "n"}
+    records = [NodeRecord.model_validate({**node, "blob_bytes": 10 * 8 * each - less}) for less in (0, 1)]
+    check_blob_room(spec, records[:1], [])
+    with pytest.raises(SpecError, match=f"about {80 * each:,} bytes"):
+        check_blob_room(spec, records[1:], [])
