@@ -143,6 +143,63 @@ def test_a_judge_on_one_node_and_rewards_of_all_nodes_see_the_pictures(spec: Pat
     assert [(one["reward_part/eye"], one["reward_part/opened"]) for one in steps] == [(0.25, 1.0)] * 2
 
 
+ZOOM = """
+import io
+from PIL import Image
+from gcore.rollout.environments.api import PICTURE, Done, Observation, ToolResult
+
+def crop(argument, pictures):
+    image = Image.open(pictures[0]).crop((0, 0, 32, 16))
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return ToolResult("", [file.getvalue()])
+
+class Looks:
+    def __init__(self, setting):
+        self.tools = setting.tools
+
+    async def reset(self):
+        return Observation()
+
+    async def step(self, turn):
+        if turn.number > 1:
+            return Done(float(len(turn.text)))
+        said = await self.tools.call("crop", "")
+        return Observation(PICTURE, pictures=said.pictures)
+
+    async def close(self):
+        pass
+"""
+
+
+def test_responses_with_pictures_of_a_tool_are_trained_and_evaluated(spec: Path, tmp_path: Path) -> None:
+    (tmp_path / "zoom.py").write_text(ZOOM)
+    tree = yaml.safe_load(spec.read_text())
+    tree["environment"] = {
+        "file": "zoom.py:Looks",
+        "max_tokens": 32,
+        "tools": {"names": ["zoom.py:crop"], "max_pictures": 1, "max_pixels": 1024, "timeout_s": 60},
+    }
+    tree["rollout"] |= {"max_new_tokens": 8, "stop": ["1", "2", "3"], "truncated": "keep"}
+    tree["reward"] = {"name": "environment"}
+    tree["flow"] |= {"steps": 2, "groups_per_step": 4}
+    tree["eval"] = {"path": tree["data"]["path"], "every": 2, "limit": 4}
+    spec.write_text(yaml.safe_dump(tree))
+    home = tmp_path / "home"
+    run = ClusterRun(spec, home)
+    try:
+        check(run.wait(), home)
+    finally:
+        run.close()
+    command = ("samples", "seeing", "--home", str(home), "--limit", "8", "-o", "json")
+    made = [one for group in json.loads(gcore(*command).stdout)["groups"] for one in group["responses"]]
+    told = {int(one["observed_tokens"]) for one in made} - {0}
+    assert told == {4}, "two placeholders, and a token before and after them"
+    (records,) = home.glob("runs/*/metrics.jsonl")
+    lines = [json.loads(line) for line in records.read_text().splitlines()]
+    assert sum(one["kind"] == "step" for one in lines) == 2
+
+
 def test_a_run_with_pictures_survives_kills_of_a_controller_a_rank_and_a_store(spec: Path, tmp_path: Path) -> None:
     home = tmp_path / "home"
     run = ClusterRun(spec, home)
