@@ -160,7 +160,7 @@ class BlobClient:
     async def fetch(
         self, blobs: Iterable[Blob], nodes: Sequence[str], progress: ProgressReport | None = None
     ) -> BlobFetch:
-        """Let the store fetch the blobs that it lacks from the stores of the named nodes, in this order.
+        """Let the store fetch the blobs that it lacks from the stores of the named nodes.
 
         `progress`: called from time to time. Raises StoreFull. If the caller is cancelled, the store finishes the
         transfers that it has begun.

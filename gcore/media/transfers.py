@@ -3,7 +3,8 @@
 A blob is transferred once, however many requests wait for it. A transfer belongs to the store: it goes on when the
 client that requested it is gone. At most `limit` transfers run at the same time.
 
-For each blob the named nodes are tried in order. A node that answers not to have the blob is not asked again. When a
+For each blob the named nodes are tried in an order of its own, so that blobs that several nodes have are read from all
+of them. A node that answers not to have the blob is not asked again. When a
 connection breaks, the transfer continues at the same byte, at the next node, or at the same node after a delay. It
 ends when all nodes lack the blob, or after `ROUNDS` rounds through the nodes without any new byte.
 """
@@ -12,8 +13,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from gcore.errors import GcoreError
@@ -149,7 +151,7 @@ class BlobTransfers:
         try:
             if await asyncio.to_thread(self._store.confirm, job, blob):
                 return None
-            others = [node for node in dict.fromkeys(nodes) if node != self._name]
+            others = order_of_nodes(blob.sha256, set(nodes) - {self._name})
             if not others:
                 return ""
             async with self._turns:
@@ -232,3 +234,8 @@ class BlobTransfers:
         except BlobMismatch as error:
             return error
         return None
+
+
+def order_of_nodes(sha256: str, nodes: Collection[str]) -> list[str]:
+    """The order in which nodes are asked for a blob: the same everywhere, and as often one as the other over many blobs."""
+    return sorted(nodes, key=lambda node: hashlib.sha256(f"{sha256} {node}".encode()).digest())

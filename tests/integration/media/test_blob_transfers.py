@@ -1,4 +1,4 @@
-"""Blob stores that fetch from one another: order of nodes, kills within a transfer, damaged sources, full stores."""
+"""Blob stores that fetch from one another: several sources, kills within a transfer, damaged sources, full stores."""
 
 import asyncio
 import hashlib
@@ -11,6 +11,7 @@ from blob_stores import TIMEOUT_S, NarrowProxy, Start, StoreProcess, key_of, unt
 
 from gcore.media.client import BlobHttp
 from gcore.media.protocol import Blob, StoreFull, StoreUnreachable, blob_path
+from gcore.media.transfers import order_of_nodes
 
 MIB = 1 << 20
 DATA = random.Random(2).randbytes(6 * MIB + 5)
@@ -24,7 +25,7 @@ async def count(http: BlobHttp, store: StoreProcess, name: str) -> int:
     return int(counters[name])
 
 
-async def test_a_store_fetches_what_it_lacks_from_the_nodes_in_order(start: Start, http: BlobHttp) -> None:
+async def test_a_store_fetches_what_it_lacks_from_the_nodes_that_have_it(start: Start, http: BlobHttp) -> None:
     first, second, third = start("n1"), start("n2"), start("n3")
     third.set_nodes(first, second)
     await second.client(http).put_bytes(DATA)
@@ -98,11 +99,12 @@ async def test_a_store_that_was_killed_within_a_transfer_fetches_again_and_leave
 
 
 async def test_the_next_node_continues_a_transfer_whose_source_is_gone(start: Start, http: BlobHttp) -> None:
-    first, second, target = start("n1"), start("n2"), start("n3")
+    earlier, later = order_of_nodes(BLOB.sha256, ["n1", "n2"])
+    first, second, target = start(earlier), start(later), start("n3")
     for store in (first, second):
         await store.client(http).put_bytes(DATA)
     proxy = await NarrowProxy.start(first.address, 3 * MIB + 100_000)
-    target.say({"command": "nodes", "nodes": {"n1": proxy.address, "n2": second.address}})
+    target.say({"command": "nodes", "nodes": {earlier: proxy.address, later: second.address}})
     fetching = asyncio.create_task(target.client(http).fetch([BLOB], ["n1", "n2"]))
     await asyncio.wait_for(proxy.exhausted.wait(), TIMEOUT_S)
     first.kill()
