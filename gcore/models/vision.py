@@ -27,7 +27,6 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from packaging.version import Version
 from torch import Tensor, nn
 
 from gcore.errors import DataError, one_line
@@ -99,7 +98,7 @@ def text_attention(module: Any) -> str:
     return str(module.config.get_text_config()._attn_implementation)
 
 
-OLDEST_TRANSFORMERS = Version("5.18")
+OLDEST_TRANSFORMERS = "5.18"
 """Before it, the features of several pictures are not told apart at the deeper layers of Qwen3-VL, and log-probabilities are wrong."""
 
 
@@ -123,9 +122,10 @@ class PictureProcessor:
 
     def __init__(self, folder: Path, *, cache_bytes: int = CACHE_BYTES) -> None:
         """Load the processor. Raises DataError if the folder has none that pillow alone can run, or if transformers is too old."""
+        from packaging.version import Version
         from transformers import AutoImageProcessor
 
-        if Version(installed := version("transformers")) < OLDEST_TRANSFORMERS:
+        if Version(installed := version("transformers")) < Version(OLDEST_TRANSFORMERS):
             raise DataError(
                 f"pictures need transformers {OLDEST_TRANSFORMERS} or newer, and {installed} is installed",
                 where=str(folder),

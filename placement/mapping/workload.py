@@ -206,7 +206,7 @@ class ModelShape:
 def read_shape(config: Mapping[str, Any], *, where: str) -> ModelShape:
     """Read the shape from a model's config.json. Raises DataError for an unknown architecture or an invalid size."""
     kind, tower = config.get("model_type"), None
-    if kind in VISION:
+    if str(kind) in VISION:
         flat = _flat(config)
         tower = _read_tower(flat, gated=kind == "qwen2_5_vl", where=where)
         config = {name: flat.get(f"text_config.{name}", flat.get(name)) for name in READ}
@@ -288,7 +288,7 @@ def relevant_sizes(config: Mapping[str, Any]) -> dict[str, ConfigValue]:
     kept: dict[str, ConfigValue] = {}
     flat: Mapping[str, Any] = config
     names: Sequence[str] = READ
-    if config.get("model_type") in VISION:
+    if str(config.get("model_type")) in VISION:
         flat = _flat(config)
         names = (*READ, *(name for name in flat if "." in name))
     for name in names:

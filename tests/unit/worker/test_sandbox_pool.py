@@ -160,7 +160,7 @@ async def test_a_call_that_waits_for_a_process_takes_none_of_its_environments_ti
 
     async def answer(timeout_s: float) -> Any:
         await clock.sleep(4.0)
-        return {"said": "x"}
+        return {"said": "x", "pictures": []}
 
     async def response(limit_s: float) -> str:
         hold = Pausable(clock)
