@@ -339,7 +339,7 @@ BOUNDS = (
 )
 WITHOUT = {
     "startup": "seconds and imports only; the ratios of its imports to bare ones are in results/check.json",
-    "media_memory": "memory, not ratios of times; its own verdict has limits for messages and controllers",
+    "media_memory": "bytes, not ratios of times; its verdict refuses a message above 1 MiB and a gcore that runs out of memory",
     "release": "what passed, not what was measured",
 }
 """Results from which no ratio can be derived, and why."""

@@ -49,9 +49,9 @@ Pictures = tuple[PictureRef, ...]
 
 class JobMedia:
     """The media of a job on this controller. `me`: this incarnation. `tool_bytes`: upper bound for the bytes of the pictures
-    that tools return in a group. `held`: returns the prompts that this controller produces or holds groups of. `worlds`: returns the train worlds whose ranks on this node may need their blobs; empty:
-    not known yet. `changes`: notified when they change. `warn`: called with what is wrong with the store of this node, and
-    with an empty sentence when that is over.
+    that tools return in a group. `held`: returns the prompts that this controller produces or holds groups of. `worlds`:
+    returns the train worlds whose ranks on this node may need their blobs; empty: not known yet. `changes`: notified when
+    they change. `warn`: called with what is wrong with the store of this node, and with an empty sentence when that is over.
     """
 
     def __init__(

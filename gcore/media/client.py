@@ -14,7 +14,7 @@ import hashlib
 import json
 import os
 import ssl
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
@@ -158,7 +158,7 @@ class BlobClient:
                 draft.unlink(missing_ok=True)
 
     async def fetch(
-        self, blobs: Iterable[Blob], nodes: Sequence[str], progress: ProgressReport | None = None
+        self, blobs: Iterable[Blob], nodes: Iterable[str], progress: ProgressReport | None = None
     ) -> BlobFetch:
         """Let the store fetch the blobs that it lacks from the stores of the named nodes.
 

@@ -3,10 +3,10 @@
 A blob is transferred once, however many requests wait for it. A transfer belongs to the store: it goes on when the
 client that requested it is gone. At most `limit` transfers run at the same time.
 
-For each blob the named nodes are tried in an order of its own, so that blobs that several nodes have are read from all
-of them. A node that answers not to have the blob is not asked again. When a
-connection breaks, the transfer continues at the same byte, at the next node, or at the same node after a delay. It
-ends when all nodes lack the blob, or after `ROUNDS` rounds through the nodes without any new byte.
+For each blob the named nodes are asked in an order of its own, so that all nodes that have the blobs of a request send
+some of them. A node that answers not to have the blob is not asked again. When a connection breaks, the transfer
+continues at the same byte, at the next node, or at the same node after a delay. It ends when all nodes lack the blob, or
+after `ROUNDS` rounds through the nodes without any new byte.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class BlobTransfers:
         self._nodes = dict(nodes)
 
     async def fetch(
-        self, job: str, blobs: Sequence[Blob], nodes: Sequence[str], progress: ProgressReport | None = None
+        self, job: str, blobs: Sequence[Blob], nodes: Collection[str], progress: ProgressReport | None = None
     ) -> BlobFetch:
         """Transfer the blobs that the store lacks; see `BlobClient.fetch`. Raises StoreFull and StoreFailed."""
         wanted = {blob.sha256: blob for blob in blobs}
@@ -127,7 +127,7 @@ class BlobTransfers:
         """End all transfers."""
         await cancel_all(one.task for one in self._running.values())
 
-    async def _obtain(self, job: str, blob: Blob, nodes: Sequence[str]) -> str | None:
+    async def _obtain(self, job: str, blob: Blob, nodes: Collection[str]) -> str | None:
         """Start the transfer of a blob, or wait for one that runs; return its result (`_Transfer.task`)."""
         key = BlobKey(job, blob.sha256)
         while (running := self._running.get(key)) is not None:
@@ -147,7 +147,7 @@ class BlobTransfers:
                 raise
             return "the transfer was ended"  # by `drop_job`
 
-    async def _transfer(self, job: str, blob: Blob, nodes: Sequence[str], transfer: _Transfer) -> str | None:
+    async def _transfer(self, job: str, blob: Blob, nodes: Collection[str], transfer: _Transfer) -> str | None:
         try:
             if await asyncio.to_thread(self._store.confirm, job, blob):
                 return None
@@ -237,5 +237,6 @@ class BlobTransfers:
 
 
 def order_of_nodes(sha256: str, nodes: Collection[str]) -> list[str]:
-    """The order in which nodes are asked for a blob: the same everywhere, and as often one as the other over many blobs."""
+    """Return the order in which nodes are asked for a blob. It depends only on names and SHA-256; over many blobs each node is
+    first about equally often."""
     return sorted(nodes, key=lambda node: hashlib.sha256(f"{sha256} {node}".encode()).digest())

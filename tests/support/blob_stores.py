@@ -182,3 +182,23 @@ class NarrowProxy:
             writer.write(chunk)
             await writer.drain()
         raise ConnectionResetError
+
+
+class TwoStores:
+    """The stores of two nodes, as the controller of the first one reaches them (`controllers.workers.blobs.NodeBlobs`)."""
+
+    trouble = ""
+
+    def __init__(self, own: StoreProcess, other: StoreProcess, http: BlobHttp) -> None:
+        self._own, self._other, self._http = own, other, http
+        self.node = own.name
+
+    async def client(self, job: str, address: str = "") -> BlobClient:
+        return self._own.client(self._http, job)
+
+    async def client_of(self, job: str, node: str) -> BlobClient:
+        assert node == self._other.name
+        return self._other.client(self._http, job)
+
+    def job_folder(self, job: str) -> Path:
+        return self._own.folder / job

@@ -62,12 +62,15 @@ def call_tool(tool: Tool, name: str, argument: str, seen: Sequence[str], folder:
         return {"refused": str(error)[:LONGEST_RESULT]}
     except RAISED as error:  # foreign code
         return {"what": f"tool {short_name(name)!r} raised {error_sentence(error)}", "trace": plugin_trace(error)}
+    pictures: list[dict[str, Any]] = []
     if given and folder is None:
         return {"broken": f"tool {short_name(name)!r} returned a picture, but environment.tools.max_pictures is 0"}
-    try:
-        pictures = [write_picture(one, folder) for one in given if folder is not None]
-    except (DataError, OSError) as error:
-        return {"broken": f"tool {short_name(name)!r} returned a picture that cannot be used: {error}"[:LONGEST_RESULT]}
+    if folder is not None:
+        try:
+            pictures = [write_picture(one, folder) for one in given]
+        except (DataError, OSError) as error:
+            why = f"tool {short_name(name)!r} returned a picture that cannot be used: {error}"
+            return {"broken": why[:LONGEST_RESULT]}
     return {"said": whole.text[:LONGEST_RESULT], "pictures": pictures}
 
 

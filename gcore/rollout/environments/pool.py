@@ -4,7 +4,8 @@ Tools are foreign code that processes model output, so they do not run in the co
 (`environment.tools.workers`) run one call each. Waiting for a free process does not count as the environment's time. If
 a call takes longer than `environment.tools.timeout_s`, its process is killed and replaced; so is a process that dies.
 The model gets a short error text and continues, because a failing tool is part of its environment. An event reports
-each reason once. A picture that cannot be used fails the response. An argument that a tool cannot process (`BadArgument`) is the model's mistake and not reported.
+each reason once. An argument that a tool cannot process (`BadArgument`) is the model's mistake and not reported. A
+picture that cannot be used is the tool's mistake and fails the response.
 
 The processes are the same as for rewards, with another program (`gcore.worker.sandbox.pool`).
 """

@@ -4,8 +4,8 @@
     json    `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, the format of the Qwen and Hermes families; the result is
             a message with the role `tool` or, if prompts are plain text, is enclosed in `<tool_response>`
 
-Pictures of a result follow its text. A turn ends at the closing text, which remains in it. A call is the text between the last opening text and the closing
-one at the end of a turn. A closing text without an opening one is not a call.
+Pictures of a result follow its text. A turn ends at the closing text, which remains in it. A call is the text between
+the last opening text and the closing one at the end of a turn. A closing text without an opening one is not a call.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ class BlobFetcher:
             self._board.show(wanted=False)
 
         wanted = [Blob(one.medium.sha256, one.medium.size) for one in blobs]
-        result = await self._client.fetch(wanted, sorted(holders), progress)
+        result = await self._client.fetch(wanted, holders, progress)
         self._board.fetched_bytes = before + sum(blob.size for blob in wanted if blob.sha256 in result.present)
         missing = await self._client.link(result.present, self._folder)
         self._board.add_blobs(result.present - set(missing))

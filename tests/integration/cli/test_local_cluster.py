@@ -16,6 +16,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from controllers.cli import local
+from controllers.cli.commands.run import NOTICE
 from controllers.cli.local import home_processes
 from gcore.config.local_cluster import LocalClusterState
 from gcore.errors import GcoreError, UsageError
@@ -153,8 +154,9 @@ def test_a_cluster_file_that_was_lost_does_not_hide_what_runs(home):
 def test_a_run_that_is_refused_takes_down_what_it_started(home, job):
     (job.parent / "train.jsonl").write_text("no json\n")
     code, _, err = finished(gcore("run", str(job), "--home", str(home), cwd=job.parent))
-    assert (code, err.count("\n")) == (2, 1)
-    assert "train.jsonl:1" in err
+    *before, error = err.splitlines()
+    assert (code, [line for line in before if line != NOTICE]) == (2, [])  # a slow machine prints the notice
+    assert "train.jsonl:1" in error
     assert home_processes(home) == ()
 
 

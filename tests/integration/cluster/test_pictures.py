@@ -133,11 +133,7 @@ def test_a_judge_on_one_node_and_rewards_of_all_nodes_see_the_pictures(spec: Pat
     tree["flow"]["steps"] = 2
     spec.write_text(yaml.safe_dump(tree))
     home = tmp_path / "home"
-    run = ClusterRun(spec, home)
-    try:
-        check(run.wait(), home)
-    finally:
-        run.close()
+    check(run_to_the_end(spec, home), home)
     (records,) = home.glob("runs/*/metrics.jsonl")
     steps = [one["metrics"] for one in map(json.loads, records.read_text().splitlines()) if one["kind"] == "step"]
     assert [(one["reward_part/eye"], one["reward_part/opened"]) for one in steps] == [(0.25, 1.0)] * 2
@@ -186,11 +182,7 @@ def test_responses_with_pictures_of_a_tool_are_trained_and_evaluated(spec: Path,
     tree["eval"] = {"path": tree["data"]["path"], "every": 2, "limit": 4}
     spec.write_text(yaml.safe_dump(tree))
     home = tmp_path / "home"
-    run = ClusterRun(spec, home)
-    try:
-        check(run.wait(), home)
-    finally:
-        run.close()
+    check(run_to_the_end(spec, home), home)
     command = ("samples", "seeing", "--home", str(home), "--limit", "8", "-o", "json")
     made = [one for group in json.loads(gcore(*command).stdout)["groups"] for one in group["responses"]]
     told = {int(one["observed_tokens"]) for one in made} - {0}

@@ -4,36 +4,18 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
-from blob_stores import Start, StoreProcess
+from blob_stores import Start, TwoStores
 from engine_processes import TORCH, engine_process
 
 from controllers.changes import ChangeSignal
 from controllers.workers.job_media import JobMedia
-from gcore.media.client import BlobClient, BlobHttp
+from gcore.media.client import BlobHttp
 from gcore.media.placeholders import PictureRule
 from gcore.rollout.api import SamplingParams
 from gcore.rollout.client import EngineClient
 from gcore.system.clock import SystemClock
 from gcore.testing.vision_models import IMAGE, VISION_END, VISION_START, make_picture, make_tiny_vision_model
 from gcore.types import PictureRef, Prompt, PromptRef
-
-
-class Stores:
-    """The stores of two nodes, as the controller of the first one reaches them (`controllers.workers.blobs.NodeBlobs`)."""
-
-    def __init__(self, own: StoreProcess, other: StoreProcess, http: BlobHttp) -> None:
-        self._own, self._other, self._http = own, other, http
-        self.node = own.name
-
-    async def client(self, job: str, address: str = "") -> BlobClient:
-        return self._own.client(self._http, job)
-
-    async def client_of(self, job: str, node: str) -> BlobClient:
-        assert node == self._other.name
-        return self._other.client(self._http, job)
-
-    def job_folder(self, job: str) -> Path:
-        return self._own.folder / job
 
 
 async def test_an_engine_samples_from_a_picture_that_only_the_controllers_node_had(
@@ -48,7 +30,7 @@ async def test_an_engine_samples_from_a_picture_that_only_the_controllers_node_h
     short = (4, VISION_START, IMAGE, VISION_END, 7)
     expanded = PictureRule.load(model).expand(short, [(64, 48)])
     prompt = Prompt(PromptRef(0, 0, 0), "?", expanded, {}, "data", short_ids=short, pictures=(picture,))
-    stores: Any = Stores(own, other, http)
+    stores: Any = TwoStores(own, other, http)
     media = JobMedia(stores, "job", "n1.1", set, frozenset, ChangeSignal(), str, SystemClock())
     asked = await media.in_request(prompt, trained=True)
     (medium,) = asked.media

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from blob_stores import Start, StoreProcess
+from blob_stores import Start, TwoStores
 from engine_processes import TORCH, engine_process
 
 from controllers.changes import ChangeSignal
@@ -19,7 +19,7 @@ from controllers.flow.episodes import EnvironmentEpisodes, EpisodeRequest
 from controllers.workers.job_media import JobMedia
 from gcore.config import parse_spec
 from gcore.data.renderer import PromptRenderer
-from gcore.media.client import BlobClient, BlobHttp, read_counters
+from gcore.media.client import BlobHttp, read_counters
 from gcore.media.placeholders import PictureRule
 from gcore.models.vision import PictureProcessor, media_token_ids, picture_arguments
 from gcore.reward.api import RewardError
@@ -47,26 +47,6 @@ def crop(argument, pictures):
     half.save(file, "PNG")
     return ToolResult("8", [MAKE(file.getvalue())])
 '''
-
-
-class Stores:
-    """The stores of two nodes, as the controller of the first one reaches them (`controllers.workers.blobs.NodeBlobs`)."""
-
-    trouble = ""
-
-    def __init__(self, own: StoreProcess, other: StoreProcess, http: BlobHttp) -> None:
-        self._own, self._other, self._http = own, other, http
-        self.node = own.name
-
-    async def client(self, job: str, address: str = "") -> BlobClient:
-        return self._own.client(self._http, job)
-
-    async def client_of(self, job: str, node: str) -> BlobClient:
-        assert node == self._other.name
-        return self._other.client(self._http, job)
-
-    def job_folder(self, job: str) -> Path:
-        return self._own.folder / job
 
 
 class TurnsOnNodes:
@@ -174,7 +154,7 @@ async def test_a_response_with_pictures_of_a_tool_continues_at_the_engine_of_ano
     own, other = start("n1"), start("n2")
     other.set_nodes(own)
     prompt = make_prompt(model, tmp_path)
-    stores: Any = Stores(own, other, http)
+    stores: Any = TwoStores(own, other, http)
     media = JobMedia(stores, JOB, "n1.1", lambda: {REF}, frozenset, ChangeSignal(), str, SystemClock(), 10**7)
     assert await media.reserve(prompt)
     with (
@@ -244,7 +224,7 @@ async def test_a_picture_that_cannot_be_used_fails_the_response_with_the_reason(
     start: Start, http: BlobHttp, tmp_path: Path, model: Path, make: str, tools: dict[str, Any], words: str
 ) -> None:
     own = start("n1")
-    stores: Any = Stores(own, own, http)
+    stores: Any = TwoStores(own, own, http)
     media = JobMedia(stores, JOB, "n1.1", lambda: {REF}, frozenset, ChangeSignal(), str, SystemClock())
     episodes, pool = make_episodes(media, Speaker(), tmp_path, make, tools)
     try:
@@ -259,7 +239,7 @@ async def test_a_response_with_more_pictures_than_allowed_is_cut_off_before_the_
     start: Start, http: BlobHttp, tmp_path: Path, model: Path
 ) -> None:
     own = start("n1")
-    stores: Any = Stores(own, own, http)
+    stores: Any = TwoStores(own, own, http)
     media = JobMedia(stores, JOB, "n1.1", lambda: {REF}, frozenset, ChangeSignal(), str, SystemClock())
     episodes, pool = make_episodes(media, Speaker(), tmp_path, "", {"max_pictures": 1})
     try:
