@@ -25,6 +25,8 @@ T = TypeVar("T")
 KEYS = st.sampled_from(["a", "a/", "a/b", "a/b/c", "a0", "b", "é", "日"])
 PREFIXES = st.sampled_from(["", "a", "a/", "a/b", "b", "é", "nothing"])
 VALUES = st.binary(max_size=8)
+CALL_S = 120.0
+"""Time limit of a call to etcd. The two stores' answers are compared here, not their speed on a busy machine."""
 
 
 class Refused:
@@ -60,7 +62,9 @@ class Stores(RuleBasedStateMachine):
         super().__init__()
         self.prefix = f"/equal/{uuid4().hex}/"
         self.memory: Store = MemoryStore(MemoryCluster(SystemClock()))
-        self.real: Store = self.runner.run(EtcdStore.connect([self.etcd.endpoint], clock=SystemClock()))
+        self.real: Store = self.runner.run(
+            EtcdStore.connect([self.etcd.endpoint], clock=SystemClock(), timeout_s=CALL_S)
+        )
         self.revisions = {0: 0}
         """Of etcd, by memory's. 0 stands for no write at all."""
         self.lease_ids = {0: 0}
