@@ -17,6 +17,7 @@ import os
 import shutil
 import stat
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
@@ -33,10 +34,11 @@ class DiskFull(GcoreError):
 
 
 def replace_file(target: Path, data: bytes, *, mode: int = 0o666) -> None:
-    """Write `target` atomically, replacing the old file. For one writer at a time; after a power failure the old file may be there. `mode` is
-    reduced by the umask. Raises OSError, and then the old file is unchanged.
+    """Write `target` atomically, replacing the old file. After a power failure the old file may be there. `mode` is reduced by the umask.
+
+    Several threads and processes may write `target` at a time; the last one remains. Raises OSError, and then the old file is unchanged.
     """
-    half = target.with_name(f".{target.name}.part")
+    half = target.with_name(f".{target.name}.{os.getpid()}-{threading.get_ident()}.part")
     try:
         with os.fdopen(os.open(half, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "wb") as file:
             file.write(data)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -144,3 +145,12 @@ def test_moves_that_cannot_be_read_are_passed_over(tmp_path: Path) -> None:
 def test_a_move_whose_reason_is_no_text_is_left_out_and_the_others_are_written(tmp_path: Path) -> None:
     MovesFile(tmp_path).keep(Moves().plus(move(0)).plus(move(1, "half of \udcff")).plus(move(2)))
     assert sorted(read_lines_by_number(tmp_path / NAME)) == [0, 2]
+
+
+def test_threads_that_replace_the_same_file_do_not_disturb_each_other(tmp_path: Path) -> None:
+    path = tmp_path / "reward.py"
+    with ThreadPoolExecutor(8) as threads:
+        for done in [threads.submit(replace_file, path, b"%d" % number * 1000) for number in range(200)]:
+            done.result()
+    assert len(set(path.read_bytes())) <= 3
+    assert [one.name for one in tmp_path.iterdir()] == ["reward.py"]
