@@ -2,9 +2,9 @@
 
 A linear layer with weight W [out, in] gives W·x for a row without an adapter, and W·x + s·B·A·x for a row with one, with
 A [rank, in], B [out, rank] and s = alpha / rank (Hu et al. 2021, LoRA, section 4.1). Rows of different adapters share a
-pass: the product of each adapter that a row of the pass has is computed for all rows, and each row takes its own. So the
-bits of a row depend neither on the adapters of other rows nor on updates of other adapters, and an adapter whose values
-are not finite damages its own rows alone.
+pass: the product of each adapter that a row of the pass has is computed for all rows, and each row takes its own. So a row
+depends neither on the adapters of other rows nor on updates of other adapters, with deterministic rollouts to the bit, and
+an adapter whose values are not finite damages its own rows alone.
 
 Number 0 is the policy's adapter, which weight updates replace; the others are those of judges and never change. They
 stay in memory while the engine sleeps.
