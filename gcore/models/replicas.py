@@ -22,8 +22,9 @@ import hashlib
 import os
 import shutil
 import stat
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import ClassVar
 
 from pydantic import NonNegativeInt
 
@@ -61,6 +62,7 @@ class CopyHeader(Record):
     `updates` and the other counts are the optimizer's update counts in this state.
     """
 
+    came_with: ClassVar[Mapping[str, int]] = {"base_sample": 3}
     job_uid: str
     of: WorldState
     shard: NonNegativeInt
@@ -75,6 +77,8 @@ class CopyHeader(Record):
     """Size of the data in bytes."""
     sha256: str
     """SHA-256 of the data, 64 hex digits."""
+    base_sample: str = ""
+    """`gcore.models.adapter_checks.BaseFiles.sample` of the adapters' base model; empty without adapters."""
 
     def places(self) -> Iterator[tuple[str, str, Extent, int]]:
         """Yield each extent's model, kind, range, and byte offset in the data file."""

@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gcore.errors import GcoreError
+from gcore.errors import DataError, GcoreError
 from gcore.ledger.records.chain import WorldState
 from gcore.models.publisher import NamedTensor
 from gcore.models.replicas import (
@@ -69,8 +69,10 @@ class StateReplicator:
     `wanted`: whether replicas are made: the spec allows them and they fit into the memory of all nodes.
     """
 
-    def __init__(self, launch: RankLaunch, collective: Collective, models: RankModels) -> None:
+    def __init__(self, launch: RankLaunch, collective: Collective, models: RankModels, base_sample: str = "") -> None:
+        """`base_sample`: as of `CopyHeader`."""
         self._launch = launch
+        self._base_sample = base_sample
         self._collective = collective
         self._models: Mapping[str, TrainBackend] = trained_models(models)
         self._folder = Path(launch.memory_dir)
@@ -180,6 +182,7 @@ class StateReplicator:
                 extents=self._extents,
                 size=size,
                 sha256=digest.hexdigest(),
+                base_sample=self._base_sample,
                 **asdict(progress),
             )
             _show(header_file(self._folder, of, self._launch.rank), header.encode())
@@ -311,10 +314,18 @@ class ReplicaRestore:
     world starts from a checkpoint.
     """
 
-    def __init__(self, launch: RankLaunch, of: WorldState, collective: Collective, tell: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        launch: RankLaunch,
+        of: WorldState,
+        collective: Collective,
+        tell: Callable[[], None],
+        base_sample: str = "",
+    ) -> None:
         """Find the shards of the state `of` and verify them. `progress` has the update counts of the state afterwards.
 
-        Raises CopiesLost, on every rank or on the one that found damage.
+        `base_sample`: of the base model on this rank's node, as of `CopyHeader`. Raises CopiesLost, on every rank or on the one
+        that found damage; DataError on the ranks whose base model is not the one on which the adapters were trained.
         """
         self._folder = Path(launch.memory_dir)
         self._job_uid = launch.job_uid
@@ -334,6 +345,12 @@ class ReplicaRestore:
             shards = ", ".join(str(s) for s, bad in enumerate(damaged) if bad)
             raise CopiesLost(f"the replicas of shard {shards} of {of} are damaged", where=str(self._folder))
         self._headers = [self._shared(shard) for shard in range(of.shards)]
+        if base_sample and any(one.base_sample not in ("", base_sample) for one in self._headers):
+            raise DataError(
+                "the in-memory replicas have adapters of another base model",
+                where=str(launch.model_path),
+                fix="Restore the model that was in model.path when the job started",
+            )
         self.progress = self._agreed()
 
     def fill(self, model: str, module: nn.Module) -> None:

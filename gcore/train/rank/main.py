@@ -142,8 +142,10 @@ def load_rank(
     def loading() -> None:
         tell("loading")
 
-    copies = None if launch.start.state is None else ReplicaRestore(launch, launch.start.state, collective, loading)
     base = None if launch.spec.train.lora is None else BaseFiles.of(launch.model_path)
+    base_sample = "" if base is None else base.sample()
+    state = launch.start.state
+    copies = None if state is None else ReplicaRestore(launch, state, collective, loading, base_sample)
     models = _models(launch, collective, tell, None if copies is None else copies.fill)
     progress = UpdateCounts(0, 0)
     folder = launch.checkpoint_path
@@ -163,7 +165,7 @@ def load_rank(
     )
     publisher.stage(Version(launch.lineage, launch.start.step), loading)
     loading()
-    copier = StateReplicator(launch, collective, models)
+    copier = StateReplicator(launch, collective, models, base_sample)
     if launch.resumes:
         copier.keep(launch.start.step, 0, progress, loading)
     start_s = clock.monotonic() - began

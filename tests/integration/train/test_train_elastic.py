@@ -86,3 +86,10 @@ def test_a_state_that_is_not_there_whole_or_is_damaged_is_refused_by_every_rank_
     for rank in range(2):
         damaged = (folder / "zero1-parts" / f"refused-w4-{rank}").read_text()
         assert "the replicas of shard 0 of step 6 of world w2 are damaged" in damaged
+
+
+def test_ranks_refuse_replicas_with_adapters_of_another_base_model(folder: Path) -> None:
+    for rank in range(2):
+        said = (folder / "adapters-parts" / f"refused-w3-{rank}").read_text()
+        assert "the in-memory replicas have adapters of another base model" in said
+        assert str(folder / "model") in said

@@ -29,8 +29,10 @@ from typing import Any
 
 import torch
 from rank_splits import FSDP2, split_of
+from safetensors.torch import load_file, save_file
 from train_rank_program import GROUPS, SAMPLES, VOCABULARY, make_model, make_step
 
+from gcore.errors import DataError
 from gcore.ledger.balance import balance_samples
 from gcore.ledger.records.chain import WorldState
 from gcore.system.clock import SystemClock
@@ -170,7 +172,7 @@ def elastic_rank(run: Path, launch: RankLaunch) -> None:
     """Load, train to the end of the part, and die."""
     try:
         loaded = load(run, launch)
-    except CopiesLost as error:
+    except (CopiesLost, DataError) as error:
         (run / f"refused-{launch.world}-{launch.rank}").write_text(str(error))
         os.kill(os.getpid(), signal.SIGKILL)
     if launch.lineage == NO_MEMORY:
@@ -203,6 +205,15 @@ def refused(folder: Path, case: str, start: dict[str, Any]) -> None:
         elastic_world(folder, case, name, lineage, Part(("d",), STEPS), {"step": 0})
 
 
+def refused_on_another_base(folder: Path, case: str, start: dict[str, Any]) -> None:
+    """A world that does not start: the model has the layout of the one on which the adapters were trained, and other weights."""
+    path = folder / "model" / "model.safetensors"
+    own = path.read_bytes()
+    save_file({name: tensor + 1 for name, tensor in load_file(path).items()}, path, {"format": "pt"})
+    elastic_world(folder, case, f"{case}-parts", 3, Part(("a", "b"), STEPS), start)
+    path.write_bytes(own)
+
+
 def elastic(folder: Path) -> None:
     prepare(make_model, folder)
     for case in CASES:
@@ -214,6 +225,8 @@ def elastic(folder: Path) -> None:
             start = {"step": part.until, "state": state.model_dump()}
         if case == "zero1":
             refused(folder, case, start)
+        if case == "adapters":
+            refused_on_another_base(folder, case, start)
 
 
 # Worlds that rest -------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from engine_core import make_core
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
@@ -519,3 +519,15 @@ def test_a_submission_is_refused_by_the_files_of_the_model(
     with pytest.raises(SpecError, match=said):
         check_adapters(model, targets, rank)
     check_adapters(model, ("q_proj", "layers.1.mlp.up_proj", ""), 8)
+
+
+def test_the_sample_of_a_base_model_depends_on_its_weights_alone(model: Path, tmp_path: Path) -> None:
+    elsewhere = shutil.copytree(model, tmp_path / "elsewhere")
+    assert BaseFiles.of(elsewhere).sample() == BaseFiles.of(model).sample()
+    (path,) = weight_files(elsewhere)
+    data = path.read_bytes()
+    path.write_bytes(data[:-1])
+    assert BaseFiles.of(elsewhere).sample() != BaseFiles.of(model).sample(), "another size"
+    save_file({name: tensor * 1.01 for name, tensor in load_file(model / path.name).items()}, path, {"format": "pt"})
+    assert path.stat().st_size == len(data)
+    assert BaseFiles.of(elsewhere).sample() != BaseFiles.of(model).sample(), "another training"

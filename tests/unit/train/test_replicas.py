@@ -44,7 +44,11 @@ class Policy:
 
 
 def copier(
-    memory: Path, lineage: int = 0, start: WorldState | None = None, copies_gb: float | None = None
+    memory: Path,
+    lineage: int = 0,
+    start: WorldState | None = None,
+    copies_gb: float | None = None,
+    base_sample: str = "",
 ) -> StateReplicator:
     spec = {
         "name": "j",
@@ -60,7 +64,7 @@ def copier(
     )
     models: Any = SimpleNamespace(policy=Policy(), critic=None)
     world: Any = Alone()
-    return StateReplicator(launch, world, models)
+    return StateReplicator(launch, world, models, base_sample)
 
 
 def keep(one: StateReplicator, step: int) -> int:
@@ -146,3 +150,8 @@ def test_a_copy_that_somebody_took_away_is_not_sent_and_costs_no_step(
     world._keepers = (1,)
     keep(world, 1)
     assert sent == [0], "that there is nothing"
+
+
+def test_replicas_record_the_sample_of_the_base_model(memory: Path) -> None:
+    keep(copier(memory, copies_gb=1.0, base_sample="5eed"), 1)
+    assert [one.base_sample for one in list_copies(memory, "j")] == ["5eed"]
