@@ -247,7 +247,7 @@ chaos: prepare prepare-judge ## Whole clusters with things killed, paused, cut o
 	@$(TEST_ENV) $(BIN)/python tests/chaos/table.py --only "$(ONLY)" --moments $(or $(MOMENTS),5) $(if $(FRESH),--fresh) $(if $(DIRTY),--dirty)
 
 sim: setup ## Whole clusters and the step protocol under random faults: SEEDS=20000 from FIRST=0; benchmarks/results/sim.json
-	@$(TEST_ENV) $(BIN)/python -m benchmarks run sim --seeds $(or $(SEEDS),2000) --first $(or $(FIRST),0)
+	@$(TEST_ENV) $(BIN)/python -m benchmarks run sim --seeds $(or $(SEEDS),2000) --first $(or $(FIRST),0) $(BENCH_ARGS)
 
 sim-long: setup ## The store's size and the audit over STEPS=100000 steps, in simulation
 	@GCORE_SIM_STEPS=$(or $(STEPS),100000) $(TEST_ENV) $(BIN)/python -m pytest -q tests/sim/test_store_bound.py

@@ -1,6 +1,6 @@
 """The step protocol under random faults, and with its compares and rules taken out one by one.
 
-**Simulation** (`make sim SEEDS=20000 [FIRST=0]`): each seed is two stories: a whole cluster in simulated time
+**Simulation** (`make sim SEEDS=20000 [FIRST=0] [BENCH_ARGS=--pictures]`): each seed is two stories: a whole cluster in simulated time
 (`tests/support/simulated_cluster.py`), and the bare protocol over views of any age (`tests/support/step_simulation.py`). After every
 event the invariants are checked; once the faults stop the job must come to its end. Prints progress, and of a seed that fails its whole
 history and how to play it again, and goes on. The machine matters only for the seconds that it took.
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import logging
 import multiprocessing
 import os
@@ -133,6 +134,11 @@ def everywhere(chunks: Sequence[list[int]], processes: int) -> Iterator[list[Pla
 def measure_simulation(arguments: argparse.Namespace, taken: Result) -> Result | None:
     """All seeds. A single one is played to look at it, and not written."""
     seeds = list(range(arguments.first, arguments.first + arguments.seeds))
+    if arguments.pictures:
+        from simulated_story import Story
+
+        with_pictures = (seed for seed in itertools.count(arguments.first) if Story.of(seed).pictures)
+        seeds = list(itertools.islice(with_pictures, arguments.seeds))
     chunks = [seeds[start : start + CHUNK] for start in range(0, len(seeds), CHUNK)]
     began, played = time.monotonic(), list[Played]()
     for found in everywhere(chunks, arguments.processes):
@@ -153,6 +159,7 @@ def simulation_options(parser: argparse.ArgumentParser) -> None:
     """Seeds."""
     parser.add_argument("--seeds", type=int, default=200)
     parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--pictures", action="store_true", help="only seeds whose prompts have pictures")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
 
 
