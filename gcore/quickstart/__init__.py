@@ -4,6 +4,14 @@
 the function, so importing this package does not import torch.
 """
 
-NAMES = ("arithmetic", "arithmetic-judge", "arithmetic-judge-adapter", "calculator", "counting", "counting-judge")
+NAMES = (
+    "arithmetic",
+    "arithmetic-judge",
+    "arithmetic-judge-adapter",
+    "calculator",
+    "counting",
+    "counting-judge",
+    "zoom",
+)
 """Names of the examples. Defined here so that the help of the command line need not import the modules that create
 them."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from gcore.errors import GcoreError
-from gcore.quickstart import arithmetic, calculator, counting
+from gcore.quickstart import arithmetic, calculator, counting, zoom
 
 
 def _arithmetic(to: Path, seed: int) -> str:
@@ -50,6 +50,11 @@ def _counting_judge(to: Path, seed: int) -> str:
     return _verdicts(made.judge_accuracy, made.judge_false_yes)
 
 
+def _zoom(to: Path, seed: int) -> str:
+    made = zoom.prepare_zoom(to, seed=seed).manifest
+    return f"{made.greedy_accuracy:.1%} of held-out pictures counted right before RL, {made.calls:.1%} of responses call the tool"
+
+
 EXAMPLES: Mapping[str, Callable[[Path, int], str]] = {
     "arithmetic": _arithmetic,
     "arithmetic-judge": _arithmetic_judge,
@@ -57,6 +62,7 @@ EXAMPLES: Mapping[str, Callable[[Path, int], str]] = {
     "calculator": _calculator,
     "counting": _counting,
     "counting-judge": _counting_judge,
+    "zoom": _zoom,
 }
 
 

@@ -232,6 +232,19 @@ def answer_rows(prompts: Sequence[Sequence[int]], answers: Sequence[str]) -> tup
     return tokens, labels
 
 
+def labelled_rows(rows: Sequence[Sequence[int]], taught: Sequence[Sequence[tuple[int, int]]]) -> tuple[Tensor, Tensor]:
+    """Tokens [row, token] of rows of one length, an end after each, and labels: -100 for all but the taught tokens.
+
+    `taught`: by row, the first taught token and the number of taught tokens, for each run of them.
+    """
+    tokens = torch.tensor([[*row, EOS] for row in rows])
+    labels = torch.full_like(tokens, -100)
+    for row, runs in enumerate(taught):
+        for start, count in runs:
+            labels[row, start - 1 : start + count - 1] = tokens[row, start : start + count]
+    return tokens, labels
+
+
 def patches(pictures: Tensor) -> Tensor:
     """The patches of pictures [n, height, width, 3] uint8 as the image processor makes them: [n * patches, values]."""
     count, blocks = len(pictures), SIDE // MERGE
@@ -242,15 +255,17 @@ def patches(pictures: Tensor) -> Tensor:
 
 
 def row_logits(network: Any, tokens: Tensor, pictures: Tensor) -> Tensor:
-    """Return the logits [row, token, vocabulary] of rows that begin with a picture each."""
+    """Return the logits [row, token, vocabulary] of rows with pictures at the same places. `pictures`: of the first row, then
+    of the next."""
     grid = torch.tensor([[1, SIDE, SIDE]])
-    row = tokens[:1].clone()
-    row[:, TOKENS + 2 :] = EOS  # all prompts begin alike, so the positions of one row are those of all
-    positions, _ = network.model.get_rope_index(row, mm_token_type_ids=(row == IMAGE).int(), image_grid_thw=grid)
+    row = tokens[:1]  # its positions are those of all rows
+    positions, _ = network.model.get_rope_index(
+        row, mm_token_type_ids=(row == IMAGE).int(), image_grid_thw=grid.expand(len(pictures) // len(tokens), -1)
+    )
     logits: Tensor = network(
         input_ids=tokens,
         pixel_values=patches(pictures),
-        image_grid_thw=grid.expand(len(tokens), -1),
+        image_grid_thw=grid.expand(len(pictures), -1),
         position_ids=positions.expand(3, len(tokens), -1),
         use_cache=False,
     ).logits

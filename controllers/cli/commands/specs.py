@@ -373,6 +373,7 @@ def schema() -> None:
     "[dim]A model that can call a calculator:[/dim]  gcore prepare calculator",
     "[dim]Pictures, and a model that sees:[/dim]  gcore prepare counting",
     "[dim]A judge that sees them:[/dim]  gcore prepare counting-judge",
+    "[dim]A model that can look closer:[/dim]  gcore prepare zoom",
 )
 def prepare(
     example: Annotated[str, typer.Argument(metavar="EXAMPLE", help="Example to prepare: " + ", ".join(NAMES) + ".")],

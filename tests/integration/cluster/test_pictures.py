@@ -16,6 +16,7 @@ import yaml
 from cluster_run import ClusterRun, Outcome, gcore, processes_of, run_to_the_end
 
 from gcore.quickstart.counting import EVAL_ENTRIES, CountingManifest
+from gcore.quickstart.zoom import prepare_zoom
 from gcore.testing.vision_models import make_picture, make_tiny_vision_model
 
 pytestmark = [pytest.mark.serial, pytest.mark.timeout(600)]
@@ -233,3 +234,18 @@ def test_with_noise_in_place_of_pictures_a_policy_stays_at_the_constant_answer(c
     constant = CountingManifest.model_validate_json((counting / "manifest.json").read_bytes()).best_constant
     deviation = math.sqrt(constant * (1 - constant) / EVAL_ENTRIES)
     assert ended.summary["eval_accuracy_after"] <= constant + 3 * deviation  # with pictures: 1.0
+
+
+@pytest.mark.large  # prepares the zoom example, and runs 8 steps of it
+@pytest.mark.timeout(900)
+def test_a_policy_learns_to_call_the_tool_that_enlarges_a_panel(tmp_path: Path) -> None:
+    data = tmp_path / "zoom"
+    prepared = prepare_zoom(data, progress=False)
+    folder = tmp_path / "example"
+    shutil.copytree(ROOT / "examples" / "counting", folder)
+    spec = folder / "zoom.yaml"
+    spec.write_text(spec.read_text().replace("../../.cache/examples/zoom", str(data)))
+    ended = run_to_the_end(spec, tmp_path / "home", ["--set", "flow.steps=8"], patience_s=600)
+    assert (ended.code, ended.summary["audit"]) == (0, "clean"), ended.output
+    assert prepared.manifest.greedy_accuracy < 0.4
+    assert ended.summary["eval_accuracy_after"] > 0.9

@@ -1,7 +1,8 @@
-"""The counting example: balanced questions, right answers, and patches as the image processor makes them."""
+"""The counting and zoom examples: balanced questions, right answers, the patches of the image processor, and the tool."""
 
 from __future__ import annotations
 
+import io
 import json
 from collections import Counter
 from pathlib import Path
@@ -9,9 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from gcore.errors import DataError
+from gcore.media.placeholders import PictureRule
 from gcore.models.vision import PictureProcessor
+from gcore.plugins import PluginFile, load_plugin_file
 from gcore.quickstart.counting import (
     RESPONSES,
     prepare_counting,
@@ -20,7 +24,22 @@ from gcore.quickstart.counting import (
     verdict_on,
 )
 from gcore.quickstart.counting_model import new_counter, patches, save_counter
-from gcore.quickstart.counting_pictures import CELL, CELLS, COLOURS, MOST, draw_picture, encode_png, make_counts
+from gcore.quickstart.counting_pictures import (
+    CELL,
+    CELLS,
+    COLOURS,
+    MOST,
+    SIZE,
+    TOKENS,
+    draw_picture,
+    encode_png,
+    make_counts,
+)
+from gcore.quickstart.zoom import CALL, draw_panels, make_zoom_questions, prepare_zoom
+from gcore.rollout.environments.api import BadArgument
+from gcore.rollout.environments.tools import TagCallFormat
+
+ROOT = Path(__file__).parents[3]
 
 
 def test_each_answer_is_equally_frequent_and_the_careless_one_is_wrong() -> None:
@@ -75,3 +94,42 @@ def test_a_prepared_judge_has_a_model_and_says_how_often_it_is_right(tmp_path: P
     assert prepare_counting_judge(tmp_path / "judge", progress=False, updates=2, must_fit=False).cached
     with pytest.raises(DataError, match=r"of the judge's verdicts are right"):
         prepare_counting_judge(tmp_path / "other", progress=False, updates=2)
+
+
+def test_a_zoom_question_is_about_one_of_four_panels() -> None:
+    questions = make_zoom_questions(100, 3)
+    assert Counter(one.panel.answer for one in questions) == {str(number): 20 for number in range(MOST + 1)}
+    assert {one.place for one in questions} == {0, 1, 2, 3}
+    assert len({panel for one in questions for panel in one.panels}) == 400
+    assert questions[0].entry["prompt"] == f"<image>{questions[0].place + 1}{questions[0].letter}?"
+
+
+def test_the_tool_returns_the_panel_that_a_call_names(tmp_path: Path) -> None:
+    zoom = load_plugin_file(PluginFile(ROOT / "examples" / "counting" / "zoom.py", "zoom"), "tools")
+    call_format = TagCallFormat("zoom", CALL, "?")
+    for question in make_zoom_questions(8, 5):
+        path = tmp_path / "picture.png"
+        path.write_bytes(encode_png(draw_panels(question)))
+        call = call_format.call(f"{CALL}{question.asked}?")
+        assert call is not None
+        result = zoom(call.argument, (str(path),))
+        assert result.text == question.letter
+        panel = np.asarray(Image.open(io.BytesIO(result.pictures[0])))
+        assert np.array_equal(panel, draw_picture(question.panel))
+    for wrong in ("5r", "3", "", "33", "3x"):
+        with pytest.raises(BadArgument, match="names a panel from 1 to 4"):
+            zoom(wrong, (str(path),))
+
+
+def test_prepared_zoom_questions_have_pictures_that_are_shrunk_in_the_prompt(tmp_path: Path) -> None:
+    made = prepare_zoom(tmp_path / "zoom", progress=False, updates=(1, 2), must_fit=False)
+    entries = [json.loads(line) for line in (made.folder / "eval.jsonl").read_text().splitlines()]
+    assert len(entries) == 200
+    assert {Image.open(made.folder / name).size for entry in entries for name in entry["images"]} == {
+        (2 * SIZE, 2 * SIZE)
+    }
+    assert PictureRule.load(made.model, max_pixels=SIZE * SIZE).token_count(2 * SIZE, 2 * SIZE) == TOKENS
+    assert 0 < made.manifest.calls < 1
+    assert prepare_zoom(tmp_path / "zoom", progress=False, updates=(1, 2), must_fit=False).cached
+    with pytest.raises(DataError, match="right after a call"):
+        prepare_zoom(tmp_path / "other", progress=False, updates=(1, 2))
