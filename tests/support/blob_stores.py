@@ -7,7 +7,7 @@ import json
 import os
 import socket
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,32 @@ from gcore.media.client import BlobClient, BlobHttp
 from gcore.media.protocol import job_key
 from gcore.system.clock import SystemClock
 from gcore.system.control_line import CONTROL_FD
+
+
+def store_processes(roots: Collection[int]) -> list[int]:
+    """The processes of blob stores below the processes `roots`, such as those of controllers."""
+    found = []
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = file.read_bytes().split(b"\0")
+        except OSError:
+            continue
+        pid = int(file.parent.name)
+        if b"gcore.media" in words and b"tether" not in words and _is_under(pid, roots):
+            found.append(pid)
+    return found
+
+
+def _is_under(pid: int, roots: Collection[int]) -> bool:
+    while pid > 1:
+        try:
+            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        except OSError:
+            return False
+        if pid in roots:
+            return True
+    return False
+
 
 STORES = WarmStarter(("gcore.media.server", "anyio._backends._asyncio", "httpcore"))
 SECRET = "5e" * 32

@@ -26,6 +26,7 @@ from typing import Any, Literal
 
 import grpc
 from aetcd import rpc
+from blob_stores import store_processes
 from chaos_network import Machine, Network
 from stopping import stop_process
 
@@ -274,6 +275,15 @@ class ChaosCluster:
             child = None if record.child_pid is None else identify_process(record.child_pid)
             if part in (None, kind) and child is not None:
                 found[record.instance] = child
+        return found
+
+    def blob_stores(self) -> dict[str, ProcessId]:
+        """The processes of the nodes' blob stores, by "node blob store"."""
+        found: dict[str, ProcessId] = {}
+        for name, daemon in self.daemons.items():
+            for pid in store_processes([daemon.process.pid] if daemon.process is not None else []):
+                if (process := identify_process(pid)) is not None:
+                    found[f"{name} blob store"] = process
         return found
 
     async def leader(self) -> str:

@@ -68,6 +68,8 @@ class Fault:
     """Whether several moments may have one job."""
     whole: Whole | None = None
     """Instead of `act`: it runs its clusters itself."""
+    pictures: bool = False
+    """Its prompts have pictures."""
     demo: bool = False
     """Its job is the example's, which must have been prepared; else the small one."""
 
@@ -182,11 +184,22 @@ async def node(cluster: ChaosCluster) -> Told:
     return {"target": f"{name}, {len(some)} processes"}
 
 
+async def blob_store(cluster: ChaosCluster) -> Told:
+    """The blob store of a node dies; its controller starts it again."""
+    found = cluster.blob_stores()
+    if not found:
+        raise NobodyHit("no blob store was there yet")
+    name = cluster.pick(found)
+    send_signal(found[name], signal.SIGKILL)
+    return {"target": name}
+
+
 async def several(cluster: ChaosCluster) -> Told:
     """Two to four processes are hit at the same moment: most are killed, some stopped for three leases, some asked to end."""
     named = {**cluster.members, **cluster.daemons}
     there = {name: kept.process for name, kept in named.items() if kept.process is not None and kept.runs}
     there |= await cluster.workers()
+    there |= (stores := cluster.blob_stores())
     if len(there) < 2:
         raise NobodyHit("one process alone was there")
     victims = cluster.rng.sample(sorted(there), min(len(there), cluster.rng.randint(2, 4)))
@@ -199,7 +212,7 @@ async def several(cluster: ChaosCluster) -> Told:
             send_signal(there[name], signal.SIGCONT)
     over = CLOCK.monotonic() + PAUSE_S
     store = cluster.members.keys() & ways.keys()
-    causes = ALWAYS_AWAITED | ({"store"} if store else set())
+    causes = ALWAYS_AWAITED | ({"store"} if store else set()) | ({"blobs"} if stores else set())
     causes |= AFTER_A_LEASE if store or cluster.daemons.keys() & ways.keys() else set()
     seen = await _recovers(cluster, causes, over if "stopped" in ways.values() else 0.0)
     return {"target": ", ".join(f"{name} {way}" for name, way in ways.items()), "waits": seen}
@@ -641,8 +654,11 @@ async def mixed(cluster: ChaosCluster) -> Told:
     return told | {"target": f"{name}: {told['target']}"}
 
 
-OF_ITS_OWN = ("several-of-more", "schema-restart", "lost-answers", "at-start", "at-prune")
-"""Faults that need a job, or a cluster, that begins with them or lasts for them."""
+OF_ITS_OWN = (
+    *("blob-store", "several-with-pictures"),
+    *("several-of-more", "schema-restart", "lost-answers", "at-start", "at-prune"),
+)
+"""Faults that need a job, or a cluster, that begins with them, lasts for them, or has pictures."""
 THREE_STORES = Shape(members=3)
 MIXED = Shape(nodes=2, spares=1, members=3, network=True)
 OLD = Shape(environment={PIN: str(OLDER_VERSION)})
@@ -668,6 +684,14 @@ FAULTS: tuple[Fault, ...] = (
     Fault("everything", "kill -9 of everything at once", everything),
     Fault("several", "two to four processes hit at once", several, steps=LONG),
     Fault("several-of-more", "the same of three nodes and three etcd", several, Shape(nodes=3, members=3), steps=LONG),
+    Fault("blob-store", "kill -9 of a blob store, in a job with pictures", blob_store, pictures=True),
+    Fault(
+        "several-with-pictures",
+        "two to four processes hit at once, blob stores among them, in a job with pictures",
+        several,
+        steps=LONG,
+        pictures=True,
+    ),
     Fault("paused-controller", "SIGSTOP of a controller for three leases", paused_controller, steps=LONG),
     Fault("paused-engine", "SIGSTOP of an engine for three leases", paused("engine"), steps=LONG),
     Fault("paused-rank", "SIGSTOP of a train rank for three leases", paused("rank"), steps=LONG),

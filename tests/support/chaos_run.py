@@ -29,10 +29,11 @@ from chaos_faults import Act, Fault
 from gcore.ledger.records.job import JobPhase
 from gcore.ledger.records.slot_accounting import read_lines
 from gcore.testing.models import make_tiny_model
+from gcore.testing.vision_models import make_picture, make_tiny_vision_model
 
 NAME = "chaos"
 SHARDS = 16
-PROMPTS = 480
+PROMPTS, PICTURES = 480, 60
 DEMO = Path(__file__).parents[2] / "examples" / "arithmetic" / "grpo.yaml"
 END_S = 240.0
 """From a fault's end to the next steps: several worlds may die one after the other on a slow machine."""
@@ -79,9 +80,26 @@ def prepare(folder: Path) -> None:
     (folder / "prompts.jsonl").write_text("\n".join(lines) + "\n")
 
 
-def spec_file(folder: Path, steps: int) -> Path:
+def prepare_pictures(folder: Path) -> None:
+    """A vision-language model, and prompts of which each has one or two pictures of several sizes."""
+    pictures = folder / "pictures"
+    if pictures.is_dir():
+        return
+    make_tiny_vision_model(folder / "vision-model", seed=5)
+    pictures.mkdir()
+    for number in range(PICTURES):
+        height, width = ((32, 32), (64, 48), (96, 64))[number % 3]
+        (pictures / f"{number}.png").write_bytes(make_picture(height, width, seed=number))
+    lines = []
+    for n in range(PROMPTS):
+        names = [f"pictures/{(n + more) % PICTURES}.png" for more in range(1 + n % 2)]
+        lines.append(json.dumps({"prompt": "<image>" * len(names) + f"{n % 10}?", "images": names, "answer": "1"}))
+    (folder / "pictures.jsonl").write_text("\n".join(lines) + "\n")
+
+
+def spec_file(folder: Path, steps: int, *, pictures: bool = False) -> Path:
     """The job."""
-    spec = {
+    spec: dict[str, Any] = {
         "name": NAME,
         "seed": 11,
         "model": {"path": str(folder / "model")},
@@ -92,7 +110,10 @@ def spec_file(folder: Path, steps: int) -> Path:
         "train": {"learning_rate": 1e-3, "watchdog_s": 10.0},
         "checkpoint": {"every": 3},
     }
-    file = folder / f"chaos-{steps}.yaml"
+    if pictures:
+        spec["model"] = {"path": str(folder / "vision-model")}
+        spec["data"] |= {"path": str(folder / "pictures.jsonl"), "images": "images"}
+    file = folder / f"chaos-{steps}{'-pictures' * pictures}.yaml"
     file.write_text(yaml.safe_dump(spec))
     return file
 
@@ -107,6 +128,8 @@ async def one_job(fault: Fault, seeds: Sequence[int], folder: Path) -> list[dict
     place = folder / f"{fault.name}-{seeds[0]}"
     shutil.rmtree(place, ignore_errors=True)
     prepare(folder)
+    if fault.pictures:
+        prepare_pictures(folder)
     results: list[dict[str, Any]] = []
     try:
         if fault.whole is not None:
@@ -141,7 +164,7 @@ async def _on_one_cluster(
     fault: Fault, seeds: Sequence[int], folder: Path, place: Path, results: list[dict[str, Any]]
 ) -> None:
     steps = fault.steps * len(seeds) + LAST_STEPS
-    spec = spec_file(folder, steps)
+    spec = spec_file(folder, steps, pictures=fault.pictures)
     with _disk(place / "runs", fault.disk_mb):
         async with ChaosCluster.running(place, fault.shape, random.Random(fault.name)) as cluster:
             try:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
+from blob_stores import store_processes
 from cluster_run import ClusterRun, Outcome, gcore, processes_of, run_to_the_end
 
 from gcore.quickstart.counting import EVAL_ENTRIES, CountingManifest
@@ -51,31 +52,6 @@ def spec(tmp_path: Path) -> Path:
     path = tmp_path / "spec.yaml"
     path.write_text(yaml.safe_dump(tree))
     return path
-
-
-def blob_stores(home: Path) -> list[int]:
-    """The processes of the cluster's blob stores."""
-    found = []
-    for file in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            words = file.read_bytes().split(b"\0")
-            parent = int((file.parent / "stat").read_text().rpartition(")")[2].split()[1])
-        except OSError:
-            continue
-        if b"gcore.media" in words and b"tether" not in words and _under(parent, set(processes_of(home))):
-            found.append(int(file.parent.name))
-    return found
-
-
-def _under(pid: int, roots: set[int]) -> bool:
-    while pid > 1:
-        if pid in roots:
-            return True
-        try:
-            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-        except OSError:
-            return False
-    return False
 
 
 def check(outcome: Outcome, home: Path) -> None:
@@ -198,7 +174,9 @@ def test_a_run_with_pictures_survives_kills_of_a_controller_a_rank_and_a_store(s
     run = ClusterRun(spec, home)
     try:
         run.until_step(1)
-        stores = run.until("both blob stores run", lambda: (found := blob_stores(home)) and len(found) == 2 and found)
+        stores = run.until(
+            "both blob stores run", lambda: (found := store_processes(processes_of(home))) and len(found) == 2 and found
+        )
         os.kill(stores[0], signal.SIGKILL)
         run.until_step(2)
         run.kill_worker("train", child=True)
