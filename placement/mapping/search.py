@@ -101,10 +101,11 @@ class MachineSpeed:
         rows = min(float(replica.rows), max(1.0, each))
         context = served.read + served.written / 2
         steps = each * served.written / rows
-        read_tokens = each * served.read / min(served.shared, each if each > 1 else 1)
+        prompts = each / min(served.shared, each if each > 1 else 1)
         tail = max(0.0, served.longest_written - served.written)
         return (
-            self._read_s(served.shape, read_tokens, served.read, replica.size)
+            self._read_s(served.shape, prompts * served.read, served.read, replica.size)
+            + self._encode_s(served.shape, prompts * served.patches, replica.size)
             + steps * self._decode_s(served.shape, rows, context, replica.size)
             + tail * self._decode_s(served.shape, 1.0, float(served.longest), replica.size)
         )
@@ -123,6 +124,12 @@ class MachineSpeed:
         speed = self.device.tflops * 1e12 * READING_SHARE
         body = shape.layers * shape.layer_parameters
         return tokens * (2 * body + attention_ops(shape, length)) / size / speed + self._share_s(shape, tokens, size)
+
+    def _encode_s(self, shape: ModelShape, patches: float, size: int) -> float:
+        """Return the seconds in which an engine of `size` slots encodes this many patches of pictures."""
+        if shape.tower is None:
+            return 0.0
+        return patches * shape.tower.forward_ops() / size / (self.device.tflops * 1e12 * READING_SHARE)
 
     def _share_s(self, shape: ModelShape, tokens: float, size: int) -> float:
         """Return the seconds of communication between the `size` slots of one engine while it computes `tokens`: two
@@ -149,7 +156,18 @@ class MachineSpeed:
             total += updates * UPDATE_BYTES * shape.parameters / ranks / (device.bandwidth_gb_s * 1e9 * DECODING_SHARE)
             total += self._exchange_s(shape, training, ranks, updates, micro)
             total += self._heads_s(shape, training, tokens * passes / ranks, micro * passes)
+            total += self._see_s(shape, training, ranks)
         return total
+
+    def _see_s(self, shape: ModelShape, training: TrainWorkload, ranks: int) -> float:
+        """Return the seconds of the vision tower's passes in the training on a step's samples. Frozen parts have forward
+        passes only."""
+        if shape.tower is None:
+            return 0.0
+        trained = [part for part in ("vision", "projector") if part not in training.frozen]
+        backward = (3 if training.recomputes else 2) * training.epochs * shape.tower.forward_ops(trained)
+        ops = (training.epochs + training.forwards) * shape.tower.forward_ops() + backward
+        return training.encoded * ops / ranks / (self.device.tflops * 1e12 * TRAINING_SHARE)
 
     def _heads_s(self, shape: ModelShape, training: TrainWorkload, tokens: float, times: float) -> float:
         """Return the seconds in which the ranks of a sequence group exchange tokens for heads (Ulysses): two all-to-alls

@@ -120,6 +120,14 @@ class TowerShape:
         first = matrices + (1 if self.gated else 2) * self.width
         return first + self.levels * (matrices + 2 * wide)
 
+    def forward_ops(self, parts: Collection[str] = ("vision", "projector")) -> float:
+        """Operations of a forward pass for one patch, without attention between patches. `parts`: those that are counted."""
+        sizes = {
+            "vision": self.parameters - self.positions * self.width,
+            "projector": self.projector_parameters / self.merged,
+        }
+        return 2 * sum(sizes[part] for part in parts)
+
     def activation_numbers(self, *, recomputes: bool) -> int:
         """Values that autograd keeps for one patch of a trained tower. `recomputes`: with activation checkpointing."""
         layer = 11 * self.width + (5 if self.gated else 3) * self.inner
@@ -390,6 +398,8 @@ class EngineWorkload:
     longest_written: int
     shared: int = 1
     share: float | None = None
+    patches: float = 0.0
+    """Patches of a prompt's pictures on average."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -429,6 +439,8 @@ class TrainWorkload:
     """Parts of the policy that are not trained (`train.freeze`)."""
     patches: int = 0
     """Maximum number of patches of pictures in a micro-batch; 0 without pictures."""
+    encoded: float = 0.0
+    """Patches of the distinct pictures of a step. Each is encoded once in each pass."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -471,6 +483,7 @@ def make_workload(spec: JobSpec, shapes: JobShapes, lengths: MeanLengths) -> Wor
         longest_written=spec.rollout.max_new_tokens,
         shared=spec.flow.samples_per_prompt,
         share=_share(spec.rollout.engine, spec.rollout.engine_args),
+        patches=_patches(shapes.policy, lengths) if uses_pictures(spec) else 0.0,
     )
     judges = tuple(
         _judge(judge, shapes.judges[judge.name], spec, lengths, longest)
@@ -486,6 +499,12 @@ def make_workload(spec: JobSpec, shapes: JobShapes, lengths: MeanLengths) -> Wor
         turns=_turns(spec),
         resident=spec.placement.is_live and bool(judges),
     )
+
+
+def _patches(shape: ModelShape, lengths: MeanLengths) -> float:
+    """Return the patches of a prompt's pictures on average. All tokens of a prompt are taken for tokens of pictures, because
+    most are and the others are not known."""
+    return 0.0 if shape.tower is None else lengths.prompt * shape.tower.merged
 
 
 def _turns(spec: JobSpec) -> tuple[bool, ...]:
@@ -530,6 +549,7 @@ def _judge(judge: JudgeSpec, shape: ModelShape, spec: JobSpec, lengths: MeanLeng
         longest_written=most_written,
         shared=judge.votes,
         share=_share(judge.serving.engine, judge.serving.engine_args),
+        patches=_patches(shape, lengths) if judge.images else 0.0,
     )
 
 
@@ -582,6 +602,7 @@ def _training(spec: JobSpec, shapes: JobShapes, lengths: MeanLengths, longest: i
         together=train.sequence_parallel,
         frozen=train.freeze,
         patches=train.most_patches if uses_pictures(spec) else 0,
+        encoded=_patches(shapes.policy, lengths) * spec.flow.groups_per_step if uses_pictures(spec) else 0.0,
     )
 
 

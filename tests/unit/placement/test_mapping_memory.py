@@ -8,9 +8,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from mapped_jobs import JUDGE, SEVEN, SMALL, work
+from mapped_jobs import JUDGE, SEVEN, SMALL, machines, work
 
 from gcore.engines.sglang import command
 from gcore.engines.torch import kv_cache as columns
@@ -27,6 +28,7 @@ from placement.mapping.memory import (
     rank_needs,
     rows_in_cache,
 )
+from placement.mapping.search import READING_SHARE, TRAINING_SHARE, EngineReplica, MachineSpeed
 from placement.mapping.workload import TowerShape, TrainWorkload
 
 stages = st.sampled_from([1, 2, 3])
@@ -209,3 +211,23 @@ def test_engines_hold_towers_and_compute_them() -> None:
     assert with_tower.weights - blind.weights == 2 * (TOWER.parameters + TOWER.projector_parameters)
     assert with_tower.works > blind.works
     assert with_tower.cell == blind.cell
+
+
+def test_pictures_take_time_in_engines_and_ranks_and_less_if_the_tower_is_frozen() -> None:
+    machine = MachineSpeed.of(machines(1, 2))
+    blind, with_pictures = work(SEEING), work(SEEING, data={"images": "images"})
+    training = with_pictures.training
+    assert blind.rollout.patches == blind.training.encoded == 0
+    replica = EngineReplica(1, 8)
+    speed = machine.device.tflops * 1e12
+    engines = [machine.serve_s(one.rollout, 2, replica) for one in (blind, with_pictures)]
+    prompts = with_pictures.rollout.requests / with_pictures.rollout.shared
+    patches = prompts * with_pictures.rollout.patches
+    assert patches == pytest.approx(training.encoded)
+    assert engines[1] - engines[0] == pytest.approx(patches / 2 * TOWER.forward_ops() / (speed * READING_SHARE))
+    frozen = replace(training, frozen=("vision", "projector"))
+    seconds = [machine.train_s(one, 2) for one in (blind.training, frozen, training)]
+    pass_s = training.encoded * TOWER.forward_ops() / 2 / (speed * TRAINING_SHARE)
+    assert seconds[1] - seconds[0] == pytest.approx((training.epochs + training.forwards) * pass_s)
+    backward = (3 if training.recomputes else 2) * training.epochs
+    assert seconds[2] - seconds[1] == pytest.approx(backward * pass_s)

@@ -13,6 +13,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from told_nodes import QWEN
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -180,6 +181,22 @@ def test_a_tower_keeps_as_many_values_for_its_backward_pass_as_autograd_does(kin
     assert shape is not None
     assert shape.activation_numbers(recomputes=False) == pytest.approx(found, rel=0.25)
     assert shape.activation_numbers(recomputes=True) < shape.activation_numbers(recomputes=False) / 3
+
+
+@pytest.mark.parametrize("kind", VISION)
+def test_a_tower_needs_as_many_operations_for_a_patch_as_torch_counts(kind: str) -> None:
+    config = seeing(kind, depth=6, hidden_size=128, intermediate_size=400)
+    with torch.random.fork_rng():
+        tower = AutoModelForImageTextToText.from_config(config).model.visual.float()
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        tower(torch.randn(256, 3 * 2 * 8 * 8), grid_thw=torch.tensor([[1, 16, 16]]))
+    counted = sum(
+        ops for op, ops in counter.get_flop_counts()["Global"].items() if "mm" in str(op) or "conv" in str(op)
+    )
+    shape = read_shape(config.to_dict(), where="here").tower
+    assert shape is not None
+    assert 256 * shape.forward_ops() == pytest.approx(counted, rel=0.05)
+    assert shape.forward_ops() == shape.forward_ops(("vision",)) + shape.forward_ops(("projector",))
 
 
 anything = st.one_of(
