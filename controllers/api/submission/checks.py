@@ -214,9 +214,9 @@ def wanted_engines(spec: JobSpec) -> tuple[tuple[str, str], ...]:
     return tuple((where, engine) for where, engine in named if engine in ENVIRONMENTS)
 
 
-def check_arguments(engine: str, arguments: Sequence[str]) -> None:
-    """Check the additional arguments of an engine's command line. Raises UsageError."""
-    (vllm if engine == "vllm" else sglang).check_engine_args(arguments)
+def check_arguments(engine: str, arguments: Sequence[str], where: str) -> None:
+    """Check the additional arguments of an engine's command line. `where`: their field of the spec. Raises UsageError."""
+    (vllm if engine == "vllm" else sglang).check_engine_args(arguments, where)
 
 
 def check_served_judges(spec: JobSpec, nodes: Sequence[NodeRecord]) -> None:
@@ -402,7 +402,7 @@ def _check_judge(number: int, judge: JudgeSpec, spec: JobSpec) -> CheckedJudge:
     picture_text = PictureRule.load(_policy_folder(spec)).picture_text if judge.images else ""
     question = Question.compile(judge, where, picture_text)
     find_parser(judge.verdict.parser, f"{where}.verdict.parser")
-    check_arguments(judge.serving.engine, judge.serving.engine_args)
+    check_arguments(judge.serving.engine, judge.serving.engine_args, f"{where}.serving.engine_args")
     if judge.external is not None:
         new_client(judge, judge_key(judge, os.environ, where))
         return CheckedJudge(number, judge, question)
@@ -544,7 +544,7 @@ def check_submission(
         find_policy(spec.placement.policy)
     find_flow(spec.flow.name)
     filters = find_filters(spec.flow.filters)
-    check_arguments(spec.rollout.engine, spec.rollout.engine_args)
+    check_arguments(spec.rollout.engine, spec.rollout.engine_args, "rollout.engine_args")
     check_trackers(spec.tracking)
     check_fallbacks(spec)
     with RewardTrial(rewards_of(spec), spec.scoring) as rewards:

@@ -121,17 +121,14 @@ def _on_cuda(launch: SglangLaunch) -> list[str]:
     return words
 
 
-def check_engine_args(engine_args: Sequence[str]) -> None:
-    """Raise UsageError if `engine_args` contain an option that only gcore may set (`OURS`, `GUARDS`)."""
+def check_engine_args(engine_args: Sequence[str], where: str = "rollout.engine_args") -> None:
+    """Raise UsageError if `engine_args` contain an option that only gcore may set (`OURS`, `GUARDS`). `where`: their field of
+    the spec."""
     for word in engine_args:
         name = word.partition("=")[0]
         # argparse accepts the beginning of an option as the whole option.
         if len(name) > 2 and any(option.startswith(name) for option in (*OURS, *GUARDS)):
-            raise UsageError(
-                f"{name} is set by gcore",
-                where="rollout.engine_args",
-                fix=f"Remove {name} from rollout.engine_args",
-            )
+            raise UsageError(f"{name} is set by gcore", where=where, fix=f"Remove {name} from {where}")
 
 
 def server_environment(launch: SglangLaunch, base: Mapping[str, str], scratch: Path) -> dict[str, str]:

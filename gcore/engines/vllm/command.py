@@ -27,7 +27,9 @@ OURS = (
     *("--enable-sleep-mode", "--no-enable-sleep-mode", "--config"),
     # The spec's batch_slots, cache_tokens and slots_per_engine decide these.
     *("--max-num-seqs", "--num-gpu-blocks-override", "-tp", "--tensor-parallel-size"),
-    *("-pp", "--pipeline-parallel-size", "-dp", "--data-parallel-size"),
+    *("-pp", "--pipeline-parallel-size", "-dp", "--data-parallel-size", "-pcp", "--prefill-context-parallel-size"),
+    # An engine is on one node.
+    *("-n", "--nnodes", "-r", "--node-rank"),
 )
 
 ENVIRONMENT = {
@@ -75,17 +77,13 @@ def _on_cuda(launch: VllmLaunch) -> list[str]:
     return [*words, "--enable-sleep-mode", "--enable-prefix-caching"]
 
 
-def check_engine_args(engine_args: Sequence[str]) -> None:
-    """Raise UsageError if `engine_args` contain an option that only gcore may set (`OURS`)."""
+def check_engine_args(engine_args: Sequence[str], where: str = "rollout.engine_args") -> None:
+    """Raise UsageError if `engine_args` contain an option that only gcore may set (`OURS`). `where`: their field of the spec."""
     for word in engine_args:
         name = word.partition("=")[0].replace("_", "-")
-        # argparse accepts the beginning of an option as the whole option.
-        if len(name) > 2 and any(option.startswith(name) for option in OURS):
-            raise UsageError(
-                f"{name} is set by gcore",
-                where="rollout.engine_args",
-                fix=f"Remove {name} from rollout.engine_args",
-            )
+        # argparse accepts the beginning of an option as the whole option, also -t for -tp.
+        if name.strip("-") and any(option.startswith(name) for option in OURS):
+            raise UsageError(f"{name} is set by gcore", where=where, fix=f"Remove {name} from {where}")
 
 
 def program() -> str:

@@ -61,7 +61,7 @@ class _Parser(FlexibleArgumentParser):
     """vLLM's parser, which reports mistakes as exceptions."""
 
     def error(self, message: str) -> NoReturn:
-        raise UsageError(f"vLLM does not accept its arguments: {message}", where="rollout.engine_args")
+        raise UsageError(f"vLLM does not accept its arguments: {message}", where="engine_args")
 
 
 def parse_engine_args(launch: VllmLaunch) -> EngineArgs:
@@ -96,7 +96,7 @@ def start_vllm(launch: VllmLaunch, text: Detokenizer | None) -> VllmCore:
         raise UsageError(
             f"vLLM does not accept its settings: {one_line(error)}",
             where=launch.model,
-            fix="Change the model or rollout.engine_args",
+            fix="Change the model or engine_args",
         ) from error
     if launch.device == "cpu":
         limit_cache(settings, launch.cache_tokens or max(CPU_CACHE_TOKENS, settings.model_config.max_model_len))

@@ -301,7 +301,7 @@ def test_the_command_line_of_vllm_keeps_its_core_in_step_and_the_jobs_arguments_
     assert "--enforce-eager" not in gpu
 
 
-@pytest.mark.parametrize("name", [*OURS, "--async", "--logits_processors"])
+@pytest.mark.parametrize("name", [*OURS, "--async", "--logits_processors", "-t"])
 @pytest.mark.parametrize("form", ["{} x", "{}=x"])
 def test_engine_args_that_gcore_sets_are_refused(name: str, form: str) -> None:
     with pytest.raises(UsageError, match=rf"rollout\.engine_args: {name.replace('_', '-')} is set by gcore"):

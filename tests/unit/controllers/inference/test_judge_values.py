@@ -21,7 +21,7 @@ from gcore.config import JobSpec, NodeConfig, parse_spec
 from gcore.data.renderer import PromptRenderer
 from gcore.engines import launch as sglang_launch
 from gcore.engines import launch as torch_launch
-from gcore.errors import EngineError, SpecError
+from gcore.errors import EngineError, SpecError, UsageError
 from gcore.ledger.records.job import EnginePlace
 from gcore.models.hubs import ModelError
 from gcore.observability.metrics import Metrics
@@ -326,6 +326,17 @@ def test_a_model_without_a_head_of_one_number_is_refused_at_submission(folder: P
     assert check_judges(spec_of(folder))["taste"].encoder is not None
     with pytest.raises(ModelError, match=r"^judges\.0 \('taste'\), .*head \(config\.json has Qwen3ForCausalLM\)"):
         check_judges(spec_of(make_tiny_model(tmp_path)))
+
+
+@pytest.mark.parametrize(("engine", "argument"), [("sglang", "--port=1"), ("vllm", "--nnodes=2")])
+def test_engine_args_of_a_judge_that_gcore_sets_are_refused_by_their_field(engine: str, argument: str) -> None:
+    spec = spec_of(Path("m"), kind="generative", serving={"engine": engine, "engine_args": [argument]})
+    name = argument.partition("=")[0]
+    with pytest.raises(UsageError) as error:
+        check_judges(spec)
+    assert str(error.value) == (
+        f"judges.0.serving.engine_args: {name} is set by gcore. Remove {name} from judges.0.serving.engine_args"
+    )
 
 
 def test_a_judge_without_room_for_a_response_is_refused_at_submission(folder: Path) -> None:
