@@ -472,8 +472,8 @@ def check_heads(spec: JobSpec, models: ModelConfigs) -> None:
     that is known. Raises SpecError."""
     together = spec.train.sequence_parallel
     for model, trained in (("model", models.policy), ("critic", models.critic or {})):
-        heads = trained.get(HEADS)
-        if isinstance(heads, int) and heads % together:
+        heads = _heads(trained)
+        if heads is not None and heads % together:
             divisors = [str(size) for size in range(2, heads + 1) if heads % size == 0]
             raise SpecError(
                 f"a sequence group of {together} ranks cannot share the {heads} attention heads of the {model} equally",
@@ -482,13 +482,19 @@ def check_heads(spec: JobSpec, models: ModelConfigs) -> None:
             )
     for judge, where, size in _wide(spec):
         config = models.judges.get(judge, {}) if judge else models.policy
-        heads = config.get(HEADS)
-        if isinstance(heads, int) and heads % size:
+        heads = _heads(config)
+        if heads is not None and heads % size:
             raise SpecError(
                 f"{size} slots per engine do not divide the model's {heads} attention heads",
                 where=where,
                 fix=f"Use a size that divides {heads}",
             )
+
+
+def _heads(config: Mapping[str, object]) -> int | None:
+    """The number of attention heads of a model, or of the language model of a vision-language model; None: unknown."""
+    heads = config.get(f"text_config.{HEADS}", config.get(HEADS))
+    return heads if isinstance(heads, int) else None
 
 
 def _wide(spec: JobSpec) -> Iterator[tuple[str, str, int]]:

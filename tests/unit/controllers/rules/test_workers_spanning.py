@@ -34,6 +34,7 @@ from gcore.types import Version
 from placement.assign import assign_split, split_of
 from placement.initial import make_initial_plan
 from placement.lending import EngineLoad, EngineRows, JobLoads, decide_lending, make_lending_move, pool_speeds
+from placement.mapping.workload import relevant_sizes
 from placement.measurements import EngineSpeed, MeasuredStep
 from placement.moves import DecisionContext
 from placement.slots import NodeSlots, ReplicaSizes, Snapshot, Split
@@ -137,6 +138,14 @@ def test_heads_that_cannot_be_divided_are_refused_as_far_as_they_are_known() -> 
         check_heads(job, ModelConfigs(policy={}, judges={"tutor": {"num_attention_heads": 7}}))
     with pytest.raises(SpecError, match=r"rollout\.slots_per_engine: .* 5 attention heads"):
         check_heads(job, ModelConfigs(policy={"num_attention_heads": 5}))
+
+
+def test_the_heads_of_a_vision_language_model_are_those_of_its_language_model() -> None:
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    config = {"model_type": "qwen3_vl", "text_config": heads, "vision_config": {"num_heads": 16}}
+    check_heads(spec(WIDE | {"slots_per_engine": 4}), ModelConfigs(policy=relevant_sizes(config)))
+    with pytest.raises(SpecError, match=r"rollout\.slots_per_engine: 8 .* the model's 4 attention heads"):
+        check_heads(spec(WIDE | {"slots_per_engine": 8}), ModelConfigs(policy=relevant_sizes(config)))
 
 
 def test_heads_that_a_sequence_group_cannot_share_are_refused_as_far_as_they_are_known() -> None:
