@@ -76,7 +76,9 @@ def spec_page() -> str:
 
 def capabilities_page() -> str:
     """A table of the engines, and one of the train backends."""
-    text = f"{HEADER}# Engines and train backends\n\nA spec that asks an engine or a backend for what it cannot do is refused. What the tables say of GPUs was never run on one."
+    text = f"{HEADER}# Engines and train backends\n\nA spec that asks an engine or a backend for what it cannot do is refused."
+    text += " On a GPU, `torch`, `hf` and both train backends [were run](../develop/status.md#what-was-run-on-a-gpu) with one rank and one engine;"
+    text += " `sglang`, `vllm` and several GPUs were not."
     text += " [Engines](../use/engines.md) and [Your model](../use/model.md#numbers-and-memory) describe them.\n"
     for title, key, known in (("Engines", "rollout.engine", ENGINES), ("Train backends", "train.backend", BACKENDS)):
         rows = [(f"`{key}`", *(f"`{name}`" for name in known)), ("---",) * (1 + len(known)), *table(known)]

@@ -32,6 +32,7 @@ class EngineCapabilities:
     classifiers: bool = _row("serves classifiers as judges")
     adapters: bool = _row("loads adapters alone (`train.lora.publish: adapter`)")
     judge_adapters: bool = _row("serves judges that are adapters of the policy's model (`judges[].adapter`)")
+    judge_pictures: bool = _row("serves judges that see pictures (`judges[].images`)")
     pictures: str = _row("pictures in prompts")
     turn_pictures: bool = _row(
         "pictures in responses of several turns, such as those of tools (`environment.tools.max_pictures`)"
@@ -70,6 +71,7 @@ ENGINES: Mapping[str, EngineCapabilities] = {
         classifiers=True,
         adapters=True,
         judge_adapters=True,
+        judge_pictures=True,
         pictures="yes",
         turn_pictures=True,
         partial_updates=True,
@@ -88,6 +90,7 @@ ENGINES: Mapping[str, EngineCapabilities] = {
         classifiers=True,
         adapters=False,
         judge_adapters=False,
+        judge_pictures=False,
         pictures="Qwen3-VL",
         turn_pictures=False,
         partial_updates=False,
@@ -106,6 +109,7 @@ ENGINES: Mapping[str, EngineCapabilities] = {
         classifiers=False,
         adapters=True,
         judge_adapters=False,
+        judge_pictures=False,
         pictures="",
         turn_pictures=False,
         partial_updates=False,
@@ -124,6 +128,7 @@ ENGINES: Mapping[str, EngineCapabilities] = {
         classifiers=False,
         adapters=True,
         judge_adapters=False,
+        judge_pictures=False,
         pictures="yes",
         turn_pictures=True,
         partial_updates=True,
@@ -162,6 +167,11 @@ BACKENDS: Mapping[str, BackendCapabilities] = {
 }
 
 
+def having(known: Mapping[str, Any], capability: str) -> str:
+    """Name the engines or backends of `known` that have a capability, for a sentence."""
+    return " or ".join(name for name, can in known.items() if getattr(can, capability))
+
+
 def lacking(known: Mapping[str, Any], word: str, name: str, settings: Mapping[str, tuple[str, bool]]) -> Iterator[str]:
     """Yield a sentence for each setting that is used and needs a capability that `name` lacks.
 
@@ -170,8 +180,7 @@ def lacking(known: Mapping[str, Any], word: str, name: str, settings: Mapping[st
     """
     for setting, (capability, used) in settings.items():
         if used and not getattr(known[name], capability):
-            having = " or ".join(one for one, can in known.items() if getattr(can, capability))
-            yield f"{setting} needs {word}: {having}, not {name}; set it, or leave {setting} out"
+            yield f"{setting} needs {word}: {having(known, capability)}, not {name}; set it, or leave {setting} out"
 
 
 def table(known: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:

@@ -502,11 +502,8 @@ class JudgeSpec(Section):
             raise ValueError(f"images needs a judge with a model, and {other}; leave images out")
         if self.kind == "classifier":
             raise ValueError("images needs kind: generative, because classifiers read text only; leave images out")
-        if self.serving.engine != "torch":
-            raise ValueError(
-                f"images needs serving.engine: torch, because judges of {self.serving.engine} get no pictures yet; set "
-                "it, or leave images out"
-            )
+        for why in lacking(ENGINES, "serving.engine", self.serving.engine, {"images": ("judge_pictures", True)}):
+            raise ValueError(why)
 
     def _refuse_for_classifier(self) -> None:
         if self.model is None:

@@ -127,6 +127,7 @@ class RolloutSpec(Section):
             "deterministic": ("deterministic", self.deterministic),
             "engine_args": ("arguments", bool(self.engine_args)),
             "slots_per_engine": ("several_slots", self.slots_per_engine > 1),
+            "told_every": ("partial", bool(self.told_every)),
         }
         for why in lacking(ENGINES, "engine", self.engine, settings):
             raise ValueError(why)

@@ -204,6 +204,8 @@ def _of_train(train: TrainSpec) -> Iterator[str]:
     settings = {
         "offload_state": ("offload_state", train.offload_state),
         "lora": ("adapters", train.lora is not None),
+        "activation_checkpointing": ("checkpointing", train.activation_checkpointing),
+        "copies_gb": ("replicas", bool(train.copies_gb)),
         "sequence_parallel": ("sequence_parallel", train.sequence_parallel > 1),
     }
     yield from lacking(BACKENDS, "backend", train.backend, settings)

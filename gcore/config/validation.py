@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 
-from gcore.config.capabilities import ENGINES, lacking
+from gcore.config.capabilities import BACKENDS, ENGINES, lacking
 from gcore.config.data import ONLY_SOURCE, EvalSet, EvalSpec, ResolvedSource
 from gcore.config.placement import PlacementSpec
 from gcore.config.reward import JudgeSpec, RewardSpec
@@ -252,6 +252,9 @@ def check_turns(placed: PlacementSpec, rollout: RolloutSpec, train: TrainSpec) -
     """Check that engines and ranks with `memory: in_turns` share slots and do not run at the same time."""
     if placed.memory != "in_turns":
         return
+    setting = "placement.memory: in_turns"
+    yield from lacking(ENGINES, "rollout.engine", rollout.engine, {setting: ("sleeps_on", True)})
+    yield from lacking(BACKENDS, "train.backend", train.backend, {setting: ("rest", True)})
     if placed.policy == "static":
         yield "placement.memory: in_turns is for slots that engines and ranks share, but policy: static shares none; leave memory out"
     if rollout.staleness > 0:

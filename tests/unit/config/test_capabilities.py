@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, get_args
 
 import pytest
@@ -67,6 +68,27 @@ def test_a_setting_beyond_a_capability_names_what_has_it(section: str, fields: d
         tree |= {"train": {"lora": {"publish": "adapter"}}}
     with pytest.raises(SpecError, match=said):
         parse_spec(tree | {section: [fields] if section == "judges" else tree.get(section, {}) | fields})
+
+
+@pytest.mark.parametrize(
+    ("known", "name", "capability", "section", "fields"),
+    [
+        pytest.param(ENGINES, "torch", "partial", "rollout", {"told_every": 64}, id="partial"),
+        pytest.param(ENGINES, "torch", "sleeps_on", "placement", {"memory": "in_turns"}, id="sleep"),
+        pytest.param(BACKENDS, "deepspeed", "rest", "placement", {"memory": "in_turns"}, id="rest"),
+        pytest.param(BACKENDS, "deepspeed", "checkpointing", "train", {"activation_checkpointing": True}, id="again"),
+        pytest.param(BACKENDS, "deepspeed", "replicas", "train", {"copies_gb": 1}, id="replicas"),
+    ],
+)
+def test_a_capability_that_is_no_longer_declared_is_refused(
+    known: Any, name: str, capability: str, section: str, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tree = BASIC | {"rollout": {"max_new_tokens": 4}}
+    tree |= {section: tree.get(section, {}) | fields}
+    parse_spec(tree)
+    monkeypatch.setitem(known, name, replace(known[name], **{capability: False}))
+    with pytest.raises(SpecError, match=rf"{next(iter(fields))}.* needs .*, not {name}"):
+        parse_spec(tree)
 
 
 def judged(**changes: Any) -> dict[str, Any]:

@@ -142,8 +142,8 @@ def test_keys_and_seeds_without_pictures_stay_as_they_were() -> None:
         ({"model": None, "external": {"url": "http://here", "model": "m"}}, "an external judge gets no pictures"),
         ({"model": None, "adapter": "a"}, "adapters support no pictures"),
         ({"kind": "classifier"}, "images needs kind: generative, because classifiers read text only"),
-        ({"serving": {"engine": "hf"}}, "images needs serving.engine: torch, because judges of hf"),
-        ({"serving": {"engine": "vllm"}}, "images needs serving.engine: torch, because judges of vllm"),
+        ({"serving": {"engine": "hf"}}, "images needs serving.engine: torch, not hf"),
+        ({"serving": {"engine": "vllm"}}, "images needs serving.engine: torch, not vllm"),
     ],
 )
 def test_judges_that_cannot_see_pictures_are_refused_by_name(more: Mapping[str, Any], why: str) -> None:
