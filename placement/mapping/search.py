@@ -21,6 +21,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from gcore.config.capabilities import ENGINES, having
 from gcore.config.spec import JobSpec
 from gcore.errors import DataError, UsageError
 from gcore.ledger.records.cluster import ModelConfigs, SlotFacts
@@ -401,7 +402,10 @@ def _hints(workload: Workload, cluster: ClusterSpec, fits: Sequence[FittingLayou
         elif best.times.step < BETTER * now.times.step:
             yield f"With {words} {best.way} is predicted to take {best.times.step:.3g} s a step instead of {now.times.step:.3g} s"
     if now is None and any(fit.way.starts is False for fit in fits):
-        yield "Only layouts with engines over several slots fit, and only SGLang and vLLM support them: set engine: sglang and run gcore plan again"
+        yield (
+            "Only layouts with engines over several slots fit, and the spec's engines support none: set engine: "
+            f"{having(ENGINES, 'several_slots')} and run gcore plan again"
+        )
 
 
 def _alternatives(training: TrainWorkload) -> Iterator[tuple[str, TrainWorkload]]:

@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Literal
 
+from gcore.config.capabilities import ENGINES
 from gcore.config.reward import JudgeSpec
 from gcore.config.spec import JobSpec, training_sources, uses_pictures
 from gcore.errors import DataError, did_you_mean
@@ -615,7 +616,7 @@ GRID = 24
 @dataclass(frozen=True, slots=True, order=True)
 class PoolLayout:
     """One layout of the pools. `rollout_size`, `reward_size`: slots per engine. `asleep`: the split is co-located, and
-    inactive models sleep. `starts`: whether the job can start with it: only SGLang and vLLM engines can span several slots."""
+    inactive models sleep. `starts`: whether the job can start with it: its engines can span so many slots."""
 
     split: Split
     rollout_size: int
@@ -678,7 +679,7 @@ def layouts_within(bounds: SplitBounds, workload: Workload, *, gpu: bool) -> Ite
 def _starts(workload: Workload, rollout_size: int, reward_size: int) -> bool:
     """Whether the spec's engines can span this many slots."""
     wide = [workload.rollout] * (rollout_size > 1) + list(workload.judges) * (reward_size > 1)
-    return all(served.engine != "torch" for served in wide)
+    return all(ENGINES[served.engine].several_slots for served in wide)
 
 
 def _splits(bounds: SplitBounds) -> Iterator[Split]:

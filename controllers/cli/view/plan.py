@@ -12,6 +12,7 @@ from typing import Any
 
 from controllers.cli.output import printable_text
 from controllers.cli.terminal import Rows, display, rows_table, say
+from gcore.config.capabilities import ENGINES, having
 from gcore.config.spec import JobSpec
 from placement.mapping.cluster import GIB, ClusterSpec
 from placement.mapping.memory import (
@@ -285,7 +286,9 @@ def _fits_table(planned: PlanReport, show: int) -> Rows:
 def _starts(planned: PlanReport, way: PoolLayout) -> str:
     if planned.begins(way):
         return "yes"
-    return f"not with {planned.spec.placement.policy}" if way.starts else "only with sglang"
+    if way.starts:
+        return f"not with {planned.spec.placement.policy}"
+    return f"only with {having(ENGINES, 'several_slots')}"
 
 
 YamlSection = dict[str, dict[str, Any]]

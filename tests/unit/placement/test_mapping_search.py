@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from mapped_jobs import SEVEN, SEVENTY, SMALL, machines, model, spec, work
+from mapped_jobs import JUDGE, SEVEN, SEVENTY, SMALL, machines, model, spec, work
 
 from placement.mapping.cluster import ClusterSpec, parse_cluster
 from placement.mapping.memory import MemoryFit, SlotMemory, bound_by_memory, fit_memory
@@ -160,6 +160,16 @@ def test_a_model_too_large_for_a_slot_is_planned_over_several_but_not_started() 
     nearest = choose_first_layout(job, cluster, SplitBounds(16, train_sizes=tuple(range(1, 17)), judged=False))
     assert isinstance(nearest, RejectedLayouts)
     assert any("over several slots" in hint for hint in found.hints)
+
+
+@pytest.mark.parametrize(("engine", "starts"), [("torch", False), ("hf", False), ("sglang", True), ("vllm", True)])
+def test_a_job_starts_with_wide_engines_only_if_its_engine_can_be_wide(engine: str, starts: bool) -> None:
+    job = work(SEVEN, rollout={"engine": engine})
+    assert {way.starts for way in all_layouts(machines(), job) if way.rollout_size > 1} == {starts}
+    judged = work(SEVEN, SMALL, judges=[JUDGE | {"serving": {"engine": engine}}])
+    ways = [way for way in all_layouts(machines(), judged) if way.rollout_size == 1]
+    assert {way.starts for way in ways if way.reward_size > 1} == {starts}
+    assert {way.starts for way in ways if way.reward_size == 1} == {True}
 
 
 def test_replicas_span_no_node_boundary_and_no_odd_share_of_heads() -> None:
