@@ -503,6 +503,11 @@ class GeneratorBase(EngineBase[GenerationRequest, RequestOutput]):
     def model(self) -> GeneratingModel:
         """The loaded model."""
 
+    @property
+    def takes_pictures(self) -> bool:
+        """Whether requests may have pictures."""
+        return self._reader is not None
+
     def read_pictures(self, given: Sequence[Any]) -> Sequence[Any]:
         """Read the pictures of a prompt from a request. Any thread. Raises EngineError, also if the model takes none."""
         if self._reader is None:

@@ -135,6 +135,11 @@ async def answered(seeing: Seeing, http: httpx.AsyncClient, ids: Any, pictures: 
     )
 
 
+@FRONT_END
+async def test_a_model_that_sees_says_so(seeing: Seeing, http: httpx.AsyncClient) -> None:
+    assert (await http.get("/model_info")).json()["has_image_understanding"] is True
+
+
 async def test_a_response_to_a_picture_has_the_probabilities_of_the_plain_model(
     seeing: Seeing, http: httpx.AsyncClient
 ) -> None:

@@ -73,6 +73,7 @@ def test_responses_to_pictures_have_the_log_probabilities_of_a_full_forward_pass
     tmp_path: Path, family: Family
 ) -> None:
     core = make_hf_core(make_tiny_vision_model(tmp_path, family, seed=1))
+    assert core.takes_pictures
     plain = AutoModelForImageTextToText.from_pretrained(tmp_path, dtype=torch.float32)
     processor, media = PictureProcessor(tmp_path), list(media_token_ids(plain.config))
     tasks = []
