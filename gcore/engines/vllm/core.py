@@ -309,6 +309,7 @@ class VllmCore(GeneratorBase):
                 f"vLLM releases its weights and its KV cache together, not only {', '.join(sorted(tags))}",
                 fix="Name both tags",
             )
+        self.wake(self.asleep)  # vLLM cannot release a part that is released already
         self._client.sleep(level=1, mode="keep")  # level 1 keeps the weights in host memory
         self._served.asleep = True
         self.asleep = ALL_MEMORY

@@ -202,6 +202,15 @@ def test_weights_and_cache_are_released_once_and_restored_part_by_part() -> None
     assert [output.number for output in outputs(core)] == [0, 1]
 
 
+def test_a_release_while_a_part_is_restored_restores_the_other_part_first() -> None:
+    core = make_core()
+    core.release(ALL)
+    core.wake(frozenset({"weights"}))
+    core.release(ALL)
+    assert core.asleep == ALL
+    assert client_of(core).calls == ["sleep", ["weights"], ["kv_cache"], "sleep"]
+
+
 def test_a_release_that_vllm_cannot_do_is_refused_and_changes_nothing() -> None:
     with pytest.raises(EngineError, match=r"on a CPU.*placement\.memory: kept"):
         make_core(sleeps=False).release(ALL)
