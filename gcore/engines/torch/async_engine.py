@@ -127,6 +127,10 @@ class ModelThread(Generic[D]):
         self._mailbox.put(carry_out)
         return future
 
+    def post(self, action: Callable[[], None]) -> None:
+        """Execute `action` in the model's thread, between two steps. An error ends the thread: no caller would learn of it."""
+        self._mailbox.put(action)
+
     def _run(self) -> None:
         try:
             while True:
@@ -288,13 +292,13 @@ class AsyncEngine(ServedEngine[StagedWeights], Generic[A, D]):
         self._arrivals.update((task.number, arrivals) for task in tasks)
         self.requests += len(tasks)
         self.prompt_tokens += sum(len(task.prompt) for task in tasks)
-        self.runner.perform(lambda: self.core.submit(tasks))
+        self.runner.post(lambda: self.core.submit(tasks))
 
     def _take_back(self, tasks: Sequence[A]) -> None:
         """Abort those of these samples that still run, because no client waits for them any more."""
         left = {task.number for task in tasks if self._arrivals.pop(task.number, None) is not None}
         if left:
-            self.runner.perform(lambda: self.core.abort(lambda task: task.number in left))
+            self.runner.post(lambda: self.core.abort(lambda task: task.number in left))
 
     async def deliveries(self, tasks: list[A], names: set[str]) -> AsyncIterator[list[D]]:
         """Start these samples, and yield their outputs until all have ended.

@@ -1,14 +1,16 @@
 """An idle engine's wait for a burst of requests; and the thread that owns the model, over a core that only counts."""
 
+import asyncio
+import queue
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import pytest
 
-from gcore.engines.request import RequestOutput
+from gcore.engines.request import GenerationRequest, RequestOutput, RequestSampling
 from gcore.engines.torch import async_engine as module
-from gcore.engines.torch.async_engine import GATHER_MOST_S, ArrivalWait, ModelThread
+from gcore.engines.torch.async_engine import GATHER_MOST_S, ArrivalWait, AsyncEngine, ModelThread
 from gcore.engines.torch.engine import EngineCore
 from gcore.system.clock import SystemClock
 
@@ -66,7 +68,7 @@ def test_a_lone_request_does_not_wait_for_others(monkeypatch: pytest.MonkeyPatch
     assert core.cycles == [1]
 
 
-def started(core: Counting) -> ModelThread:
+def started(core: Counting, on_death: Callable[[Exception], None] = lambda error: None) -> ModelThread:
     def deliver(deliveries: Sequence[RequestOutput]) -> None:
         raise AssertionError("there is nothing to deliver")
 
@@ -78,7 +80,7 @@ def started(core: Counting) -> ModelThread:
         clock=SystemClock(),
         deliver=deliver,
         report=report,
-        on_death=lambda error: None,
+        on_death=on_death,
     )
     runner.start()
     return runner
@@ -94,3 +96,27 @@ def test_exception_of_an_action_reaches_its_caller() -> None:
         running.perform(fail).result(60)
     assert running.perform(lambda: 5).result(60) == 5
     assert running.alive
+
+
+def test_an_error_that_no_caller_would_learn_of_ends_the_thread() -> None:
+    deaths: queue.SimpleQueue[Exception] = queue.SimpleQueue()
+    running = started(Counting(), deaths.put)
+
+    def fail() -> None:
+        raise ValueError("no")
+
+    running.post(fail)
+    assert str(deaths.get(timeout=60)) == "no"
+
+
+async def test_a_request_that_the_core_cannot_queue_ends_the_engine() -> None:
+    """Its client would wait forever."""
+    deaths: queue.SimpleQueue[Exception] = queue.SimpleQueue()
+    core = Counting()
+    engine = AsyncEngine(cast(EngineCore, cast(Any, core)), None, SystemClock(), {"model_path": "m"})
+    engine.open(started(core, deaths.put))
+    asked = asyncio.create_task(engine.ended([GenerationRequest(0, "r", (1,), RequestSampling(1, 0))], {"r"}))
+    error = await asyncio.to_thread(deaths.get, timeout=60)
+    assert isinstance(error, TypeError), "Counting queues no tasks"
+    asked.cancel()
+    await asyncio.gather(asked, return_exceptions=True)
