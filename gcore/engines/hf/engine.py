@@ -279,7 +279,7 @@ class HfCore(GeneratorBase):
     def _admissible(self) -> int:
         """Return how many waiting requests join now.
 
-        None while less than a quarter of the rows is free: each time rows join, all others are prefilled again.
+        0 while less than a quarter of the rows is free: each time rows join, all others are prefilled again.
         """
         live = self._live()
         free = self._slots - len(live)
