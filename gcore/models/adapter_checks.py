@@ -13,7 +13,7 @@ from gcore.config.train import OUTPUT_LAYER
 from gcore.errors import DataError, explain_os_errors
 from gcore.models.checks import matrix_shapes, weight_files
 from gcore.models.hubs import ADAPTER_CONFIG
-from gcore.models.layout import ADAPTER_FILE, ADAPTER_PREFIX, BASE_FILE, hash_files
+from gcore.models.layout import ADAPTER_FILE, ADAPTER_PREFIX, BASE_FILE, SAMPLE_FILE, hash_files
 from gcore.models.tensors import TensorShape, check_weight_file
 from gcore.system.files import read_json_file
 
@@ -201,6 +201,23 @@ class BaseFiles:
                     file.seek(start)
                     digest.update(file.read(BLOCK_BYTES))
         return digest.hexdigest()
+
+
+def check_sample(folder: Path, own: BaseFiles | None) -> None:
+    """Raise DataError if the adapters in `folder` are of another base model than `own`, as far as a sample shows.
+
+    Nothing is compared if the folder has no sample (`SAMPLE_FILE`) or `own` is unknown.
+    """
+    if own is None or not (folder / SAMPLE_FILE).is_file():
+        return
+    with explain_os_errors("cannot read the adapters' base model", DataError, where=folder, fix="Restore the model"):
+        same = (folder / SAMPLE_FILE).read_bytes() == own.sample().encode()
+    if not same:
+        raise DataError(
+            "the adapters are trained on another base model than the one that is served",
+            where=", ".join(sorted({str(path.parent) for path in own.stamps})),
+            fix="Copy the model of the train ranks to this node, and restart the engine",
+        )
 
 
 def _stamp(path: Path) -> Stamp:

@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from gcore.errors import DataError, EngineError, explain_os_errors
-from gcore.models.adapter_checks import DOWN, UP, BaseFiles, check_pairs, require_adapter_config
+from gcore.models.adapter_checks import DOWN, UP, BaseFiles, check_pairs, check_sample, require_adapter_config
 from gcore.models.checks import weight_files
 from gcore.models.dtypes import CODES, FLOATS, model_dtype
 from gcore.models.layout import ADAPTER_FILE, ADAPTER_PREFIX, hash_files
@@ -175,8 +175,10 @@ def merged_tensors(
 def adapted_tensors(base: Path, folder: Path, loaded: BaseFiles | None = None) -> Iterator[NamedTensor]:
     """Yield the base model's tensors with the adapters in `folder` added, bit for bit as a train rank publishes them.
 
-    `loaded`: the base's files when the process loaded it; None: they may have changed. Raises DataError.
+    `loaded`: the base's files when the process loaded it; None: they may have changed. Raises DataError, also if the adapters
+    are of another base model.
     """
+    check_sample(folder, loaded)
     config, adapters = read_adapter(folder)
     yield from merged_tensors(base, adapters, config.alpha / config.rank, model_dtype(base))
     if loaded is not None:

@@ -48,6 +48,10 @@ ADAPTER_PREFIX = "base_model.model."
 BASE_FILE = "base_model.json"
 """A file beside adapters with the digests of the base model's weights."""
 
+SAMPLE_FILE = "base_model.sample"
+"""A file beside adapters that are staged for engines, with a sample of the base model on which they are trained
+(`gcore.models.adapter_checks.BaseFiles.sample`)."""
+
 FROZEN_FILE = "frozen.json"
 """A file in a folder of staged weights with the names of the parameters that it lacks, because they are not trained
 (`train.freeze`). Engines keep them from the initial model."""

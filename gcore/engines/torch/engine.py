@@ -62,6 +62,7 @@ from gcore.engines.torch.scheduler import (
     rows_to_preempt,
 )
 from gcore.errors import DataError, EngineError
+from gcore.models.adapter_checks import check_sample
 from gcore.models.layout import ADAPTER_FILE
 from gcore.system.memory import release_free_memory
 
@@ -594,6 +595,7 @@ class EngineCore(GeneratorBase):
             return super().stage_weights(folder)
         check_awake(self._model)
         if (folder / ADAPTER_FILE).is_file():
+            check_sample(folder, self._model.base)
             try:
                 return StagedWeights({}, adapters.read(folder))
             except DataError as error:

@@ -50,6 +50,7 @@ from gcore.models.layout import (
     FROZEN_FILE,
     MANIFEST_FILE,
     MODEL_FILE,
+    SAMPLE_FILE,
     FileEntry,
     Manifest,
     TensorsFile,
@@ -70,7 +71,7 @@ from gcore.train.checkpoint.run_files import BackgroundWriter, Highest, Retrying
 from gcore.train.rank.launch import RankLaunch
 from gcore.types import Version
 
-MOMENTS: Mapping[str, TensorKind] = {EXP_AVG_FILE: "exp_avg", EXP_AVG_SQ_FILE: "exp_avg_sq"}
+MOMENTS: Mapping[str, AdamKind] = {EXP_AVG_FILE: "exp_avg", EXP_AVG_SQ_FILE: "exp_avg_sq"}
 """Which of Adam's moments each safetensors file of a checkpoint contains; another file has the float32 weights."""
 
 ALIGNED = 8
@@ -334,6 +335,7 @@ class FolderPublisher:
         self._writes = launch.rank == 0
         if lora is not None and self._writes:
             self._loaded = base or BaseFiles.of(launch.model_path)
+        self._sample = "" if self._adapters is None else self._loaded.sample()
         self._writer = writer
         self.insisting = insisting
         self._highest = highest
@@ -362,6 +364,7 @@ class FolderPublisher:
                         self._write_served(folder / MODEL_FILE, tensors, tell)
                     else:
                         (folder / ADAPTER_CONFIG).write_bytes(self._adapters.encode())
+                        (folder / SAMPLE_FILE).write_text(self._sample, encoding="ascii")
                         self._write_served(folder / ADAPTER_FILE, tensors, tell)
                 delete_old_staged(target.parent)
         finally:
@@ -528,7 +531,7 @@ def restore_critic(critic: TrainBackend, folder: Path, manifest: Manifest) -> No
 
 
 def _restore(model: TrainBackend, folder: Path, adam_steps: int) -> None:
-    files: dict[AdamKind, Path] = {"exp_avg": folder / EXP_AVG_FILE, "exp_avg_sq": folder / EXP_AVG_SQ_FILE}
+    files = {kind: folder / name for name, kind in MOMENTS.items()}
     for path in files.values():
         _check_moments(path, {stored_name(name): shape for name, shape in model.shapes.items()})
     model.restore_optimizer(files, adam_steps)

@@ -48,11 +48,9 @@ from gcore.train.rank.service import RankStatus, TrainRankService
 from gcore.types import Version
 
 if TYPE_CHECKING:
-    from gcore.train.rank.blobs import BlobFetcher
-
-if TYPE_CHECKING:
     from gcore.train.backends.distributed import Collective
     from gcore.train.models import Fill, RankModels
+    from gcore.train.rank.blobs import BlobFetcher
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +105,8 @@ def load_rank(
     device belongs to a thread. Raises GcoreError.
     """
     began = clock.monotonic()
+    # Before the checkpoint's base is compared with these files, so that a later change is found.
+    base = BaseFiles.of(launch.model_path) if _reads_model(launch) else None
     manifest = _manifest(launch, tell)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
@@ -142,8 +142,8 @@ def load_rank(
     def loading() -> None:
         tell("loading")
 
-    base = None if launch.spec.train.lora is None else BaseFiles.of(launch.model_path)
-    base_sample = "" if base is None else base.sample()
+    sample = "" if base is None else agreed_sample(collective, base, launch.model_path)
+    base_sample = "" if launch.spec.train.lora is None else sample
     state = launch.start.state
     copies = None if state is None else ReplicaRestore(launch, state, collective, loading, base_sample)
     models = _models(launch, collective, tell, None if copies is None else copies.fill)
@@ -170,6 +170,22 @@ def load_rank(
         copier.keep(launch.start.step, 0, progress, loading)
     start_s = clock.monotonic() - began
     return StepTrainer(launch, collective, models, saver, publisher, clock, progress, copier, start_s=start_s)
+
+
+def _reads_model(launch: RankLaunch) -> bool:
+    """Whether the ranks load weights of the initial model: to train them or adapters of them, or as the reference."""
+    train = launch.spec.train
+    return train.lora is not None or train.kl_coef > 0 or not launch.resumes
+
+
+def agreed_sample(collective: Collective, files: BaseFiles, folder: Path) -> str:
+    """Return the sample of the files (`BaseFiles.sample`). A collective. Raises WorldDiverged unless it is that of all ranks:
+    each reads the model in `folder` on its own node, and keeps a part of it.
+    """
+    sample = files.sample()
+    what = f"the weights of the model in {folder}, which must be the same on all nodes"
+    collective.agree(what, [int(sample[:15], 16)])
+    return sample
 
 
 def _models(launch: RankLaunch, collective: Collective, tell: Callable[[str], None], fill: Fill | None) -> RankModels:

@@ -25,10 +25,10 @@ from gcore.engines.torch.model import StagedWeights
 from gcore.engines.torch.model_runner import DeterministicRunner, FastRunner, GenericRunner
 from gcore.engines.torch.server import start_core
 from gcore.errors import DataError, EngineError, UsageError
-from gcore.models.adapter_checks import check_adapter
+from gcore.models.adapter_checks import BaseFiles, check_adapter
 from gcore.models.adapters import AdapterConfig, adapted_tensors, read_adapters
 from gcore.models.hubs import ADAPTER_CONFIG
-from gcore.models.layout import ADAPTER_FILE, ADAPTER_PREFIX, adapter_digest
+from gcore.models.layout import ADAPTER_FILE, ADAPTER_PREFIX, SAMPLE_FILE, adapter_digest
 from gcore.rollout.client import EngineClient, SamplingParams
 from gcore.types import Version
 
@@ -230,6 +230,19 @@ def test_an_adapter_of_another_model_is_refused_and_changes_nothing(
         update(core, strange, "0.1")
     assert core.version == "0.0"
     assert finish(core, requests())[0].tokens == before[0].tokens
+
+
+def test_an_adapter_of_another_base_with_the_same_layout_is_refused(
+    base: Path, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    core, other = start(base, folders), save(transformers.LlamaConfig(**LLAMA_LIKE), tmp_path / "other", seed=1)
+    trained = shutil.copytree(folders["one"], tmp_path / "trained")
+    (trained / SAMPLE_FILE).write_text(BaseFiles.of(other).sample())
+    with pytest.raises(DataError, match="another base model"):
+        update(core, trained, "0.1")
+    assert core.version == "0.0"
+    (trained / SAMPLE_FILE).write_text(BaseFiles.of(base).sample())
+    update(core, trained, "0.1")
 
 
 def test_a_policy_that_is_not_finite_leaves_the_judges_alone(

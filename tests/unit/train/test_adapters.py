@@ -9,7 +9,8 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -40,6 +41,7 @@ from gcore.models.layout import (
     EXP_AVG_FILE,
     EXP_AVG_SQ_FILE,
     MANIFEST_FILE,
+    SAMPLE_FILE,
     Manifest,
     checkpoint_folder,
     companion_files,
@@ -48,13 +50,15 @@ from gcore.models.layout import (
     read_manifest,
 )
 from gcore.models.publisher import NamedTensor
+from gcore.system.clock import SystemClock
 from gcore.testing.models import make_tiny_model, rank_launch
 from gcore.train.backends.adapters import BaseReference, adapter_config, add_adapters, load_adapters
 from gcore.train.checkpoint.run_files import BackgroundWriter, RetryingWriter
 from gcore.train.checkpoint.writer import CheckpointWriter, FolderPublisher, MergedModel, UpdateCounts
 from gcore.train.hf_models import load_module
+from gcore.train.rank import main as rank
 from gcore.train.rank.launch import RankLaunch
-from gcore.train.rank.main import _manifest
+from gcore.train.rank.main import _manifest, agreed_sample
 from gcore.types import Version
 
 LORA = LoraSpec(rank=4, alpha=6)
@@ -195,7 +199,7 @@ def test_engines_serve_the_same_bits_from_adapters_alone_as_from_the_merged_mode
     (model / "config.json").write_text(json.dumps(settings | {"dtype": dtype}))
     module = adapted(model)
     merged, alone = (staged(module, model, tmp_path / publish, publish) for publish in ("merged", "adapter"))
-    assert sorted(path.name for path in alone.iterdir()) == [ADAPTER_CONFIG, ADAPTER_FILE]
+    assert sorted(path.name for path in alone.iterdir()) == [ADAPTER_CONFIG, ADAPTER_FILE, SAMPLE_FILE]
     core = make_core(model)
     served = {}
     for folder in (merged, alone, merged, alone):  # an adapter is added to the base, and not to what is served
@@ -205,6 +209,50 @@ def test_engines_serve_the_same_bits_from_adapters_alone_as_from_the_merged_mode
     base = load_module(model, torch.float32).state_dict()
     name = "model.layers.0.mlp.up_proj.weight"
     assert not torch.equal(served[alone][name], base[name])
+
+
+def test_an_engine_adds_no_adapters_of_another_base_model(tmp_path: Path) -> None:
+    """Nodes that share no folder have copies of the model, which may differ."""
+    model, other = make_tiny_model(tmp_path / "model"), make_tiny_model(tmp_path / "other", seed=1)
+    alone = staged(adapted(model), model, tmp_path / "run", "adapter")
+    stage_weights(make_core(shutil.copytree(model, tmp_path / "copy")).model, alone)
+    with pytest.raises(DataError, match=r"other: the adapters are trained on another base model .* Copy the model"):
+        stage_weights(make_core(other).model, alone)
+    (alone / SAMPLE_FILE).unlink()  # as of a rank of an earlier release
+    stage_weights(make_core(other).model, alone)
+
+
+def test_ranks_that_read_other_files_of_the_model_do_not_start(model: Path, tmp_path: Path) -> None:
+    told: list[list[int]] = []
+    collective: Any = SimpleNamespace(agree=lambda what, numbers: told.append(numbers))
+    other = make_tiny_model(tmp_path / "other", seed=1)
+    for folder in (model, shutil.copytree(model, tmp_path / "copy"), other):
+        files = BaseFiles.of(folder)
+        assert agreed_sample(collective, files, folder) == files.sample()
+    assert told[0] == told[1] != told[2]
+    assert all(0 <= number < 2**63 for (number,) in told)
+
+
+def test_a_base_model_that_changes_after_its_comparison_is_noticed(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its stamps were taken seconds after it was compared with the checkpoint's."""
+    order: list[str] = []
+
+    def compare(*_: Any) -> None:
+        order.append("compared")
+        raise InterruptedError
+
+    def look(folder: Path) -> BaseFiles:
+        order.append("looked at")
+        return BaseFiles({})
+
+    monkeypatch.setattr(rank, "_manifest", compare)
+    monkeypatch.setattr(rank, "BaseFiles", SimpleNamespace(of=look))
+    launch, none = resumed(model, tmp_path / "run"), cast(Any, None)
+    with pytest.raises(InterruptedError):
+        rank.load_rank(launch, none, SystemClock(), lambda phase: None, none)
+    assert order == ["looked at", "compared"]
 
 
 def test_all_ranks_wait_for_each_tensor_of_the_merged_model(model: Path) -> None:
