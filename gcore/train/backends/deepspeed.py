@@ -70,7 +70,7 @@ class DeepSpeedBackend:
         """Partition `module` over the ranks, and create its optimizer with Adam's state zero. The module must be in
         float32.
         """
-        silence_deepspeed()
+        set_up_deepspeed()
         trained = trained_parameters(module)
         shapes = {name: tuple(parameter.shape) for name, parameter in trained.items()}
         """Full (unpartitioned) shape of every parameter by name, in the order of `tensors`."""
@@ -252,7 +252,7 @@ def partition_module(module: nn.Module, train: TrainSpec) -> Any:
 
     Returns the DeepSpeed engine around the module.
     """
-    silence_deepspeed()
+    set_up_deepspeed()
     buffers = {name: one.detach().clone() for name, one in module.named_buffers()}
     zero: dict[str, Any] = {"stage": 3}
     if train.offload_reference and torch.cuda.is_available():
@@ -298,7 +298,7 @@ def optimizer_tensors(root: object) -> Iterator[Tensor]:
             left.extend(vars(one).values() if hasattr(one, "__dict__") else ())
 
 
-def silence_deepspeed() -> None:
+def set_up_deepspeed() -> None:
     """Disable DeepSpeed's log output, its shared-memory collectives (which need a compiler), and its import of Muon.
 
     Call it before `deepspeed.initialize`.
