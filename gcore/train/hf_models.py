@@ -80,7 +80,7 @@ def list_remedies(train: TrainSpec) -> dict[str, str]:
         found["activation_checkpointing"] = "set train.activation_checkpointing: true"
     if train.zero_stage < 3:
         found["zero_stage"] = f"raise train.zero_stage (now {train.zero_stage}) with more train ranks"
-    if train.kl_coef > 0 and not train.offload_reference:
+    if train.kl_coef > 0 and not train.offload_reference and train.lora is None:  # with adapters there is no such model
         found["offload_reference"] = "set train.offload_reference: true"
     if not train.offload_state:
         backend = "" if train.backend == "fsdp2" else "train.backend: fsdp2 and "

@@ -403,6 +403,14 @@ def test_out_of_memory_names_the_fields_to_lower_in_the_order_to_try(error: Base
     assert caught.value.fix == "Lower train.micro_batch_tokens (now 8192)"
 
 
+@pytest.mark.parametrize(("lora", "fix"), [(None, "Set train.offload_reference: true"), ({}, "Use more train ranks")])
+def test_a_reference_model_is_moved_only_where_there_is_one(lora: Any, fix: str) -> None:
+    train = TrainSpec.model_validate({"kl_coef": 0.1, "offload_reference": False, "lora": lora})
+    with pytest.raises(OutOfMemory) as caught, explain_memory_error("x", train, ("offload_reference",)):
+        raise MemoryError
+    assert str(caught.value.fix).startswith(fix)
+
+
 def test_other_errors_are_left_as_they_are() -> None:
     with pytest.raises(RuntimeError, match="shapes"), explain_memory_error("x", TrainSpec(), ()):
         raise RuntimeError("shapes do not fit")
