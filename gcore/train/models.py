@@ -125,15 +125,6 @@ def choose_feeding(
     """Test whether sequences can be packed end to end in one row for this model, and set the module's attention
     accordingly.
 
-    Raises DataError for sequence parallelism with a model that cannot be packed, or whose heads the group's size does
-    not divide.
-
-    `context`: maximum sequence length in tokens, if the job has a limit. `highest`: maximum of each number over the ranks.
-    `beside`: another model that gets the same micro-batches; the choice holds for both. Raises DataError if the spec
-    requires packing and the model does not support it.
-
-    `vision`: provides pictures; then some sequences of the test have pictures.
-
     A few short sequences go through the model one by one, with its own attention, and then together in one row of
     rectangles, with gcore's attention. Their log-probabilities must be equal. A model whose positions, attention or
     states reach beyond a sequence gives other numbers, so no table of supported models is needed. Differences that show
@@ -141,6 +132,13 @@ def choose_feeding(
     configuration (chunked attention).
 
     Runs in float32 in host memory, before the backend gets the module. If one rank cannot pack, no rank does.
+
+    `context`: maximum sequence length in tokens, if the job has a limit. `highest`: maximum of each number over the ranks.
+    `beside`: another model that gets the same micro-batches; the choice holds for both. `vision`: provides pictures; then
+    some sequences of the test have pictures.
+
+    Raises DataError if the model cannot be packed and the spec requires packing or sequence parallelism, and if the size of
+    a sequence group does not divide the attention heads.
     """
     if train.packing == "bucketed":
         return FeedingChoice("bucketed")
