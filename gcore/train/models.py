@@ -143,8 +143,8 @@ def choose_feeding(
     if train.packing == "bucketed":
         return FeedingChoice("bucketed")
     every: list[Any] = [module] if beside is None else [module, beside]
-    before = [text_attention(one) for one in every]
-    unfit, reason = next(((one, why) for one in every if (why := packing_obstacle(one, context, vision))), (module, ""))
+    before, longest = [text_attention(one) for one in every], _longest_sequence(every, context)
+    unfit, reason = next(((one, why) for one in every if (why := packing_obstacle(one, longest, vision))), (module, ""))
     if any(highest([float(bool(reason))])):
         for one, own in zip(every, before, strict=True):
             if text_attention(one) != own:
@@ -164,6 +164,12 @@ def choose_feeding(
         return FeedingChoice("bucketed", reason)
     _check_heads(every, train.sequence_parallel)
     return FeedingChoice("packed")
+
+
+def _longest_sequence(models: Sequence[Any], context: int | None) -> int | None:
+    """The longest sequence in tokens that all of the models get; None: they state no limit. `context`: of the job, if any."""
+    limits = (getattr(one.config.get_text_config(), "max_position_embeddings", None) for one in models)
+    return min((int(one) for one in (context, *limits) if one), default=None)
 
 
 def _check_heads(models: Sequence[Any], size: int) -> None:

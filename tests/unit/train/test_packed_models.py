@@ -375,6 +375,15 @@ def test_at_the_first_start_the_models_files_are_read_once_and_later_the_referen
         assert read == expected
 
 
+def test_a_window_as_long_as_the_policys_context_is_packed_beside_a_critic_with_a_longer_one() -> None:
+    policy = make_model("mistral, window as long as the context")
+    critic = transformers.LlamaForCausalLM(transformers.LlamaConfig(**COMMON | {"max_position_embeddings": 512})).eval()
+    assert choose_feeding(policy, TrainSpec(), None, alone, beside=critic).packing == "packed"
+    PACKED.lay((Rectangle(2, 8),), CPU)
+    places = torch.arange(8).repeat(2)[None]
+    policy(input_ids=places, position_ids=places, use_cache=False)  # its attention refuses a window below the context
+
+
 @pytest.mark.parametrize(
     "error",
     [
