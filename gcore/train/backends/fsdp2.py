@@ -14,6 +14,7 @@ Every rank loads the full weights before they are split: host memory must hold t
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -43,6 +44,8 @@ from gcore.train.backends.base import (
 )
 from gcore.train.batching import Feeding, LogitsOf
 from gcore.train.hf_models import logits_of, set_evaluation_mode
+
+log = logging.getLogger("gcore.train")
 
 
 class Fsdp2Backend:
@@ -250,7 +253,12 @@ def _shard(module: nn.Module, *, half: bool, device: torch.device, reshard: bool
         ),
         "offload_policy": CPUOffloadPolicy(pin_memory=device.type != "cpu") if offload else OffloadPolicy(),
     }
-    for layer in reversed(list(module.modules())):
-        if layer is not module and isinstance(layer, GradientCheckpointingLayer):
-            fully_shard(layer, **how)
+    layers = [one for one in module.modules() if one is not module and isinstance(one, GradientCheckpointingLayer)]
+    if not layers:
+        log.warning(
+            "%s has no layers that FSDP2 can gather one by one, so each rank holds all weights in every pass",
+            type(module).__name__,
+        )
+    for layer in reversed(layers):
+        fully_shard(layer, **how)
     fully_shard(module, **how)

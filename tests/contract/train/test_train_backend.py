@@ -172,6 +172,12 @@ def test_tensors_are_whole_and_in_the_order_of_shapes(backend: TrainBackend) -> 
     assert [one.name for one in backend.buffers()] == ["table"]
 
 
+@pytest.mark.usefixtures("world")
+def test_a_model_without_layers_that_are_gathered_one_by_one_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    made("fsdp3")
+    assert "Bigram has no layers that FSDP2 can gather one by one" in caplog.text
+
+
 def test_an_update_applies_the_clipped_gradient_and_reports_its_norm(backend: TrainBackend) -> None:
     gradient = plain_gradient()
     result = learn(backend, 0.1)
