@@ -180,7 +180,7 @@ class Prompt:
     media: tuple[Medium, ...]
     """The prompt's pictures, in the order of their placeholders in `token_ids`."""
     short_ids: tuple[int, ...]
-    """`token_ids` with one placeholder for each picture, as engines receive them; empty for a prompt without pictures."""
+    """`token_ids` with one image token for each picture, as engines receive them; empty for a prompt without pictures."""
     pictures: tuple[PictureRef, ...]
     """The files of the prompt's pictures, in the order of their placeholders."""
 

@@ -207,7 +207,8 @@ class QuestionEncoder:
         if self._rule is None or not pictures:
             return short, short
         try:
-            return short, self._rule.expand(short, [(one.height, one.width) for one in pictures])
+            sizes = [(one.height, one.width) for one in pictures]
+            return self._rule.request_ids(short, sizes), self._rule.expand(short, sizes)
         except DataError as error:
             raise DataError(
                 f"the judge's question: {error.what}", where=error.where, fix="Remove such text, or change the template"

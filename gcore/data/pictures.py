@@ -172,6 +172,9 @@ class PromptPictures:
         """The expected size of the blobs of all pictures in bytes."""
         return sum(self._size(one) for one in self.index)
 
-    def expand(self, short_ids: Sequence[int], pictures: Sequence[PictureRef]) -> tuple[int, ...]:
-        """Replace the placeholder of each picture by its tokens. Raises DataError."""
-        return self.rule.expand(short_ids, [(one.height, one.width) for one in pictures])
+    def expand(
+        self, short_ids: Sequence[int], pictures: Sequence[PictureRef]
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Replace the placeholder of each picture: by its tokens, and by its tokens in requests to engines. Raises DataError."""
+        sizes = [(one.height, one.width) for one in pictures]
+        return self.rule.expand(short_ids, sizes), self.rule.request_ids(short_ids, sizes)

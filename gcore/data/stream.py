@@ -109,8 +109,8 @@ class PromptSource:
             return Prompt(ref, text, renderer.encode(text), fields, self.name)
         placed = self.pictures.place(prompt, fields, chat=renderer.chat)
         text = renderer.render(placed.prompt, fields)
-        short_ids, pictures = renderer.encode(text), self.pictures.refs(placed.names)
-        token_ids = self.pictures.expand(short_ids, pictures)
+        pictures = self.pictures.refs(placed.names)
+        token_ids, short_ids = self.pictures.expand(renderer.encode(text), pictures)
         if not pictures:
             return Prompt(ref, text, token_ids, fields, self.name)
         return Prompt(ref, text, token_ids, fields, self.name, short_ids=short_ids, pictures=pictures)

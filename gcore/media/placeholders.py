@@ -1,8 +1,9 @@
 """How many tokens a model uses for a picture, computed from the picture's size alone.
 
-A prompt with pictures has two forms. The *short* ids have one placeholder for each picture; engines receive them. The
-*expanded* ids have all tokens of each picture; the trainer and all counts use them. `PictureRule` converts between them
-as the model's own processor (transformers 5) does, without torch and without decoding a picture:
+A prompt with pictures has three forms. The *short* ids have one placeholder for each picture, as the text has. The *expanded*
+ids have all tokens of each picture; the trainer and all counts use them. The *request* ids are the expanded ones with one
+image token in place of each run; engines receive them. `PictureRule` converts short ids as the model's own processor
+(transformers 5) does, without torch and without decoding a picture:
 
 - Qwen2-VL, Qwen2.5-VL, Qwen3-VL: the picture is resized to multiples of patch x merge within bounds for its pixels. One
   token for each merged patch.
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -145,6 +146,38 @@ class PictureRule(ABC):
 
         Raises DataError if the numbers of placeholders and pictures differ, or ids contain other tokens of pictures.
         """
+        return self._replaced(short_ids, sizes, self.picture_ids)
+
+    def request_ids(self, short_ids: Sequence[int], sizes: Sequence[Size]) -> tuple[int, ...]:
+        """Like `expand`, with one image token for each picture, which engines repeat. Raises DataError, as `expand` does."""
+        return self._replaced(short_ids, sizes, self._picture_in_request)
+
+    def expand_request(self, request_ids: Sequence[int], sizes: Sequence[Size]) -> tuple[int, ...]:
+        """Return the result of `expand` for the result of `request_ids`. Raises DataError if a picture is not there."""
+        ids: list[int] = []
+        place = 0
+        for size in sizes:
+            one = self._picture_in_request(*size)
+            found = next(
+                (at for at in range(place, len(request_ids)) if tuple(request_ids[at : at + len(one)]) == one), None
+            )
+            if found is None:
+                raise _different("placeholder", sum(token == self.image_token_id for token in request_ids), len(sizes))
+            ids += [*request_ids[place:found], *self.picture_ids(*size)]
+            place = found + len(one)
+        if self.image_token_id in request_ids[place:]:
+            raise _different("placeholder", sum(token == self.image_token_id for token in request_ids), len(sizes))
+        return (*ids, *request_ids[place:])
+
+    def _picture_in_request(self, height: int, width: int) -> tuple[int, ...]:
+        """`picture_ids` with each run of image tokens cut to one."""
+        ids, image = self.picture_ids(height, width), self.image_token_id
+        before = (None, *ids)
+        return tuple(token for token, last in zip(ids, before, strict=False) if token != image or last != image)
+
+    def _replaced(
+        self, short_ids: Sequence[int], sizes: Sequence[Size], tokens_of: Callable[[int, int], tuple[int, ...]]
+    ) -> tuple[int, ...]:
         found = sum(token == self.placeholder_id for token in short_ids)
         if found != len(sizes):
             raise _different("placeholder", found, len(sizes))
@@ -153,7 +186,7 @@ class PictureRule(ABC):
         ids: list[int] = []
         for token in short_ids:
             if token == self.placeholder_id:
-                ids += self.picture_ids(*next(left))
+                ids += tokens_of(*next(left))
             else:
                 ids.append(token)
         return tuple(ids)
@@ -370,8 +403,10 @@ class WrappedRule(PictureRule):
     def picture_ids(self, height: int, width: int) -> tuple[int, ...]:
         return self._inner
 
-    def expand(self, short_ids: Sequence[int], sizes: Sequence[Size]) -> tuple[int, ...]:
-        whole = super().expand(short_ids, sizes)
+    def _replaced(
+        self, short_ids: Sequence[int], sizes: Sequence[Size], tokens_of: Callable[[int, int], tuple[int, ...]]
+    ) -> tuple[int, ...]:
+        whole = super()._replaced(short_ids, sizes, tokens_of)
         if not sizes:
             return whole
         ids: list[int] = []

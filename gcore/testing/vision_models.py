@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,10 +17,12 @@ Family = Literal["qwen3_vl", "qwen2_5_vl", "smolvlm", "gemma3", "llava"]
 FAMILIES: tuple[Family, ...] = ("qwen3_vl", "qwen2_5_vl", "smolvlm", "gemma3", "llava")
 
 MEDIA_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+_SMOLVLM_TOKENS = ("<fake_token_around_image>", "<global-img>", "<image>", "<|video_pad|>")
 VISION_START, VISION_END, IMAGE, VIDEO = range(VOCABULARY, VOCABULARY + len(MEDIA_TOKENS))
 """Token IDs of the media tokens, which follow those of text."""
 
 _SIZE, _PATCH, _MERGE = 32, 8, 2
+_TOKENS = (_SIZE // _PATCH // _MERGE) ** 2
 _FREE = {
     "shortest_edge": _SIZE * _SIZE // 4,
     "longest_edge": 128 * 128,
@@ -43,8 +46,11 @@ def make_tiny_vision_model(
             if parameter.dim() > 1:
                 torch.nn.init.normal_(parameter, std=(parameter.numel() / parameter.shape[0]) ** -0.5)
     model.save_pretrained(folder)
-    _save_tokenizer(folder)
+    _save_tokenizer(folder, _SMOLVLM_TOKENS if family == "smolvlm" else MEDIA_TOKENS)
     (folder / "preprocessor_config.json").write_text(json.dumps(_processor(family)))
+    if family in ("gemma3", "smolvlm"):
+        count = "image_seq_length" if family == "gemma3" else "image_seq_len"
+        (folder / "processor_config.json").write_text(json.dumps({count: _TOKENS}))
     return folder
 
 
@@ -117,7 +123,7 @@ def _model(family: Family, hidden: int, layers: int, heads: int) -> Any:
         )
     if family == "gemma3":
         text |= {"sliding_window": 512, "query_pre_attn_scalar": dim}
-        tokens |= {"boi_token_index": VISION_START, "eoi_token_index": VISION_END, "mm_tokens_per_image": 4}
+        tokens |= {"boi_token_index": VISION_START, "eoi_token_index": VISION_END, "mm_tokens_per_image": _TOKENS}
         return hf.Gemma3ForConditionalGeneration(
             hf.Gemma3Config(text_config=text, vision_config=fixed | {"vision_use_head": False}, **tokens)
         )
@@ -146,13 +152,13 @@ def _processor(family: Family) -> dict[str, Any]:
     return {"image_processor_type": "CLIPImageProcessor", "size": {"shortest_edge": _SIZE}, "crop_size": square}
 
 
-def _save_tokenizer(folder: Path) -> None:
+def _save_tokenizer(folder: Path, media_tokens: Sequence[str]) -> None:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-    every = [*SPECIAL, *CHARACTERS, *MEDIA_TOKENS]
+    every = [*SPECIAL, *CHARACTERS, *media_tokens]
     tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(every)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer.decoder = decoders.Fuse()
-    tokenizer.add_special_tokens([*SPECIAL, *MEDIA_TOKENS])
+    tokenizer.add_special_tokens([*SPECIAL, *media_tokens])
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"pad_token": "<pad>", "eos_token": "<eos>"}))

@@ -80,7 +80,7 @@ class EmulatedModel:
         if not all(isinstance(one, str) and one.startswith("/") for one in pictures):
             raise EngineError("an emulated engine reads pictures only from paths", fix="Send paths of blobs")
         try:
-            return self.rule.expand(tokens, [_picture_size(one) for one in pictures])
+            return self.rule.expand_request(tokens, [_picture_size(one) for one in pictures])
         except DataError as error:
             raise EngineError(error.what, where=error.where, fix=error.fix) from error
 

@@ -62,7 +62,7 @@ class Transcript:
 
     token_ids: tuple[int, ...] = ()
     short_ids: tuple[int, ...] = ()
-    """`token_ids` with one placeholder for each picture, as engines receive them."""
+    """`token_ids` with one image token for each picture, as engines receive them."""
     media: tuple[Medium, ...] = ()
     """The blobs of the pictures, in the order of their placeholders."""
     logprobs: tuple[float, ...] = ()
@@ -286,7 +286,8 @@ def _shown(
     check_length(text, room, lambda part: renderer.encode_behind(before, part))
     short_ids = ids = renderer.encode_behind(before, text)
     if pictures is not None:
-        ids = pictures.rule.expand(short_ids, [(one.height, one.width) for one in found.pictures])
+        sizes = [(one.height, one.width) for one in found.pictures]
+        ids, short_ids = pictures.rule.expand(short_ids, sizes), pictures.rule.request_ids(short_ids, sizes)
     plain = not found.messages and not found.pictures
     return ShownTokens(
         ids, text if plain else decode_suffix(short_ids, before, renderer), short_ids, tuple(found.pictures)

@@ -18,7 +18,7 @@ from cluster_run import ClusterRun, Outcome, gcore, processes_of, run_to_the_end
 
 from gcore.quickstart.counting import EVAL_ENTRIES, CountingManifest
 from gcore.quickstart.zoom import prepare_zoom
-from gcore.testing.vision_models import make_picture, make_tiny_vision_model
+from gcore.testing.vision_models import FAMILIES, Family, make_picture, make_tiny_vision_model
 
 pytestmark = [pytest.mark.serial, pytest.mark.timeout(600)]
 
@@ -193,6 +193,15 @@ def test_a_run_with_pictures_survives_kills_of_a_controller_a_rank_and_a_store(s
 def test_a_job_with_pictures_runs_on_emulated_slots(spec: Path, tmp_path: Path) -> None:
     home = tmp_path / "home"
     check(run_to_the_end(spec, home, ["--slots", "emulated:2", "--set", "flow.steps=2"]), home)
+
+
+@pytest.mark.large  # the same with other models
+@pytest.mark.parametrize("family", [one for one in FAMILIES if one != "qwen3_vl"])
+def test_a_job_runs_with_a_model_of_each_family(spec: Path, tmp_path: Path, family: Family) -> None:
+    shutil.rmtree(tmp_path / "model")
+    make_tiny_vision_model(tmp_path / "model", family, seed=1)
+    home = tmp_path / "home"
+    check(run_to_the_end(spec, home, ["--set", "flow.steps=2"]), home)
 
 
 @pytest.mark.large  # prepares the counting example, and runs 20 steps of it

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -211,6 +212,12 @@ def test_runs_are_the_inverse_of_expand(
             back[start:end] = [rule.placeholder_id]
         assert tuple(back) == short
     assert not sizes or rule.image_token_id in ids
+    request = rule.request_ids(short, sizes)
+    assert rule.expand_request(request, sizes) == ids
+    if family not in ("idefics3", "smolvlm"):  # their tiles have a run of image tokens each
+        counts = iter(rule.picture_ids(*size).count(rule.image_token_id) for size in sizes)
+        repeated = [[token] * next(counts) if token == rule.image_token_id else [token] for token in request]
+        assert tuple(itertools.chain(*repeated)) == ids, "as engines repeat it"
     assert all(rule.target_size(*rule.target_size(*size)) == rule.target_size(*size) for size in sizes)
 
 
@@ -228,6 +235,10 @@ def test_a_wrong_number_of_placeholders_or_expanded_ids_are_refused(
     assert len(ids) > 1
     with pytest.raises(DataError, match=r"placeholders, but 1 picture|text contains"):
         rule.expand(ids, [(400, 300)])
+    request = rule.request_ids(marker, [(400, 300)])
+    for wrong in ([], [(400, 300)] * 2):
+        with pytest.raises(DataError, match="placeholder"):
+            rule.expand_request(request, wrong)
     with pytest.raises(DataError, match="picture"):
         rule.runs(ids, [(400, 300)] * 2)
     with pytest.raises(DataError, match="picture"):
