@@ -12,7 +12,7 @@ import asyncio
 import logging
 import os
 import traceback
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -42,6 +42,7 @@ from controllers.planning.lender import own_loads
 from controllers.planning.planner import Planner
 from controllers.rules.actions import SetPhase
 from controllers.rules.view import JobView, Memo, Timers
+from controllers.rules.world import note_rank_failures
 from controllers.storage.garbage import TOPIC as DISK_TOPIC
 from controllers.storage.garbage import DiskQuota, DiskUsage, QuotaLevel
 from controllers.storage.replication import Replicator
@@ -250,6 +251,7 @@ class JobSession(LiveJob):
         """The number of transactions without a response so far, and the revision of the mirror at the last of them."""
         self._memo = Memo()
         self._missing_input = ""
+        self._rank_failures: Mapping[str, str] = {}
         self._pools: tuple[PoolStatus | None, PoolStatus | None, PoolStatus | None] = (None, None, None)
         """Load of reward functions, of judges, and of the processes of agents and tools, as last polled."""
         clock, metrics = dependencies.clock, dependencies.metrics
@@ -532,6 +534,7 @@ class JobSession(LiveJob):
     def _new_view(self) -> JobView:
         cluster, dependencies, head = self.cluster, self.dependencies, self.mirror.head
         reward_pool, judge_pool, tool_pool = self._pools
+        self._rank_failures = note_rank_failures(self._rank_failures, self.mirror, cluster.workers)
         return JobView(
             spec=self.spec,
             rules=self.rules,
@@ -564,6 +567,7 @@ class JobSession(LiveJob):
             judge_pool=judge_pool,
             tool_pool=tool_pool,
             store_trouble=self._find_store_trouble(),
+            rank_failures=self._rank_failures,
             failed_start=dependencies.launcher.failed_start(cluster.workers),
             proposal=self.work.proposal,
             move_report=self.work.move_report,

@@ -281,6 +281,8 @@ class JobView:
     store_trouble: str = ""
     """Why the store refused the last write of this controller; empty if it accepted it, or if a newer change of the job
     was seen since."""
+    rank_failures: Mapping[str, str] = field(default_factory=dict)
+    """By instance: why train ranks of the present worlds failed, also if they are no longer registered."""
     failed_start: str = ""
     """Why a worker of the job cannot be started here, after several attempts; empty: none failed."""
     leaving: bool = False

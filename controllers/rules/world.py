@@ -16,7 +16,7 @@ without a step. In all other cases a world that lost a rank is replaced (`contro
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from controllers.rules.actions import ChangePlan, Intent, ReportCopies, Rollback, SetPhase
@@ -30,6 +30,7 @@ from gcore.ledger.records.job import JobPhase, Move, MoveKind
 from gcore.ledger.records.restart_reasons import OF_SHARES, PLACED, RESTORED, node_lost_reason
 from gcore.ledger.selection import resumable_checkpoints
 from gcore.ledger.statistics import barren_epoch, explain_barren_epoch
+from gcore.worker.records import WorkerRecord
 from placement.placer import GrowthMeasurements, new_placer, worth_forming
 from placement.request import PlacementRequest, count_lacking_slots, count_ranks
 from placement.slots import NodeSlots, Snapshot, sizes_of, trim_to_replicas
@@ -66,6 +67,8 @@ def _lost_world(view: JobView) -> WorldLoss | None:
             lost = f"rank {place.rank} on {place.node} is gone"
             if place.node not in view.nodes:
                 lost = node_lost_reason(place.rank, place.node)
+            elif why := view.rank_failures.get(claim.instance):
+                lost = f"rank {place.rank} on {place.node} failed: {why}"
             return WorldLoss(lost, instance=claim.instance)
         if worker.state in ("failed", "stopping"):
             why = f"rank {place.rank} on {place.node} failed: {worker.reason or worker.state}"
@@ -74,6 +77,17 @@ def _lost_world(view: JobView) -> WorldLoss | None:
         return WorldLoss(why, by_the_slots=True)
     why = why_start_lost(view)
     return WorldLoss(why) if why else None
+
+
+def note_rank_failures(
+    known: Mapping[str, str], mirror: JobMirror, workers: Mapping[str, WorkerRecord]
+) -> Mapping[str, str]:
+    """Why claimed train ranks failed, by instance: `known` and what `workers` report now. A failed worker stays registered only
+    for seconds, and the next world may have to wait longer."""
+    claimed = {stored.record.instance for stored in mirror.claims.values()}
+    found = ((one, workers[one]) for one in claimed & workers.keys())
+    failed = {one: worker.reason for one, worker in found if worker.state == "failed" and worker.reason}
+    return {one: why for one, why in {**known, **failed}.items() if one in claimed}
 
 
 def _ahead(view: JobView) -> str:
@@ -384,7 +398,8 @@ def recover_world(view: JobView) -> Iterator[Intent]:
     if view.failed_start or (lost is not None and fruitless >= MAX_FRUITLESS_ROLLBACKS):
         last = lost.why + _log_of(lost, view) if lost is not None else ""
         why = view.failed_start or f"{fruitless} train worlds in a row died without completing a step; the last: {last}"
-        yield Intent(SetPhase(JobPhase.FAILED, why), "fail", view.turn("fail"))
+        settled = 0.0 if view.failed_start else SETTLE_S
+        yield Intent(SetPhase(JobPhase.FAILED, why), f"fail {head.world}", view.turn("fail"), after=settled)
     elif lost is not None:
         away = {place.node for place in view.plan.ranks} - view.nodes.keys()
         after = max(NODE_GRACE_S if away else 0.0, min(SETTLE_S * 2**fruitless, LONGEST_PAUSE_S))

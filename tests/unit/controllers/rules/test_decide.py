@@ -47,10 +47,12 @@ from controllers.rules.decide import decide
 from controllers.rules.retention import KEEP_LOG, PRUNE_AT, register_and_forget_checkpoints, warn_of_disks
 from controllers.rules.step import COALESCE_S, EXCHANGE_LIMIT_S, GROUPS_S, OUTCOME_S, waits_for_others
 from controllers.rules.view import (
+    SETTLE_S,
     TURN_SECONDS,
     CheckpointProgress,
     EngineView,
     JobView,
+    Memo,
     RankView,
     SavedCheckpoint,
     Timers,
@@ -58,7 +60,7 @@ from controllers.rules.view import (
     turn_order,
 )
 from controllers.rules.waits import current_waits, ranks_text, weights_text
-from controllers.rules.world import MAX_FRUITLESS_ROLLBACKS, NODE_GRACE_S
+from controllers.rules.world import MAX_FRUITLESS_ROLLBACKS, NODE_GRACE_S, note_rank_failures, world_loss
 from gcore.config import parse_spec
 from gcore.ledger import chain
 from gcore.ledger.balance import content_sha256
@@ -456,12 +458,27 @@ def test_worlds_that_keep_dying_end_the_job() -> None:
     }
     job = JobRecord(uid="u", name="j", spec={}, run_dir="/run", created=0.0, prompts=4)
     view = with_mirror(view, log=log, job=stored(job))
-    (action,) = actions(replace(view, workers={}))
+    (intent,) = decide(replace(view, workers={}))
+    action = intent.action
     assert isinstance(action, SetPhase)
     assert action.phase is JobPhase.FAILED
+    assert intent.after >= SETTLE_S, "a claim may be seen before the worker of the same transaction"
     claim = view.mirror.claim(view.head.world, 0)
     assert claim is not None
     assert action.reason.endswith(f"rank 0 on node-0 is gone (its log: /run/logs/{claim.instance}.log)")
+
+
+def test_the_reason_of_a_failed_rank_outlasts_its_registration() -> None:
+    view = running()
+    claim = view.mirror.claim(view.head.world, 0)
+    assert claim is not None
+    failed = view.workers[claim.instance].model_copy(update={"state": "failed", "reason": "the base changed"})
+    known = note_rank_failures({"of an older world": "x"}, view.mirror, {claim.instance: failed})
+    assert known == {claim.instance: "the base changed"}
+    later = note_rank_failures(known, view.mirror, {})
+    lost = world_loss(replace(view, workers={}, rank_failures=later, remembered=Memo()))
+    assert lost is not None
+    assert lost.why == "rank 0 on node-0 failed: the base changed"
 
 
 def test_engines_get_committed_weights_that_are_staged() -> None:
