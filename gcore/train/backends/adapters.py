@@ -121,6 +121,13 @@ def _check_targets(module: nn.Module, lora: LoraSpec, folder: Path) -> None:
             for name, one in linear.items()
             if (one is not head if target == ALL_LINEAR else name == target or name.endswith(f".{target}"))
         }
+        if not chosen and target == ALL_LINEAR:
+            raise DataError(
+                f"a {model.config.model_type} has no linear layer (torch.nn.Linear) beside its output layer, and adapters change "
+                "only linear layers",
+                where="train.lora",
+                fix="Leave it out, or use another model",
+            )
         if not chosen:
             kinds = sorted({name.rpartition(".")[2] for name in linear})
             raise DataError(

@@ -33,10 +33,10 @@ from gcore.api.rpc import NodesOnlyInterceptor, VersionGate, server_credentials
 from gcore.api.tls import Connector, ReloadingFiles
 from gcore.api.v1 import train_pb2_grpc
 from gcore.config.train import STORED
-from gcore.errors import GcoreError
+from gcore.errors import DataError, GcoreError
 from gcore.ledger.balance import content_sha256
 from gcore.models.adapter_checks import BaseFiles, check_same_base
-from gcore.models.layout import BASE_FILE, Manifest, has_critic, read_manifest, verify_checkpoint
+from gcore.models.layout import BASE_FILE, Manifest, file_entry, has_critic, read_manifest, verify_checkpoint
 from gcore.system.clock import Clock
 from gcore.system.control_line import ControlLine
 from gcore.system.daemon import set_up_logging
@@ -224,6 +224,7 @@ def _manifest(launch: RankLaunch, tell: Callable[[str], None]) -> Manifest | Non
     if launch.rank == 0 and launch.spec.train.lora is not None and BASE_FILE in manifest.files:
         fix = "Restore the model in model.path: the checkpoint has adapters of the model that was there"
         check_same_base(launch.model_path, folder, fix, tick)
+        _check_same_config(launch.model_path, manifest, fix)
     if manifest.step != launch.start.step or manifest.job_uid != launch.job_uid:
         raise GcoreError(
             f"the checkpoint belongs to step {manifest.step} of job {manifest.job_uid}, "
@@ -237,6 +238,18 @@ def _manifest(launch: RankLaunch, tell: Callable[[str], None]) -> Manifest | Non
             fix="Use a checkpoint of a job with a critic, or start from the model with a new critic",
         )
     return manifest
+
+
+def _check_same_config(base: Path, manifest: Manifest, fix: str) -> None:
+    """Raise DataError if the configuration of the adapters' base model is not that of the checkpoint: the same weights compute
+    something else with another one."""
+    written = manifest.files.get("config.json")
+    if written is not None and file_entry(base / "config.json") != written:
+        raise DataError(
+            "the configuration of the adapters' base model changed since the checkpoint was written",
+            where=str(base / "config.json"),
+            fix=fix,
+        )
 
 
 def _import_the_rest(backend: str, tell: Callable[[str], None]) -> None:

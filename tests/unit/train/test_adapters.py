@@ -17,7 +17,7 @@ import torch
 from engine_core import make_core
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from gcore.config.train import LoraSpec
 from gcore.engines.torch.model import stage_weights
@@ -380,6 +380,17 @@ def test_a_world_does_not_continue_adapters_on_another_base(tmp_path: Path) -> N
         _manifest(launch, phases.append)
 
 
+def test_a_world_does_not_continue_adapters_on_a_base_with_another_configuration(tmp_path: Path) -> None:
+    model = make_tiny_model(tmp_path / "model")
+    launch = resumed(model, tmp_path / "run")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.5}))
+    with pytest.raises(
+        DataError, match=r"config\.json: the configuration of the adapters' base model changed.*Restore"
+    ):
+        _manifest(launch, lambda _: None)
+
+
 def test_a_world_continues_a_checkpoint_that_does_not_describe_its_base(model: Path, tmp_path: Path) -> None:
     """Checkpoints of earlier releases have no digests of the base."""
     launch = resumed(model, tmp_path / "run")
@@ -474,6 +485,12 @@ def test_adapters_that_do_not_fit_the_model_are_refused(model: Path, lora: LoraS
     with pytest.raises(DataError, match=said):
         add_adapters(module, lora, 0, torch.float32, model)
     assert all(one.requires_grad for one in module.parameters()), "nothing was changed"
+
+
+def test_adapters_of_a_model_without_linear_layers_are_refused() -> None:
+    module = GPT2LMHeadModel(GPT2Config(vocab_size=32, n_layer=1, n_head=2, n_embd=8))
+    with pytest.raises(DataError, match=r"train\.lora: a gpt2 has no linear layer .* beside its output layer"):
+        add_adapters(module, LORA, 0, torch.float32, Path("gpt2"))
 
 
 def test_targets_are_named_by_the_end_of_their_names(model: Path) -> None:
