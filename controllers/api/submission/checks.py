@@ -102,10 +102,16 @@ def check_engine(spec: JobSpec, nodes: Sequence[NodeRecord]) -> None:
             )
             fix = f"{ENVIRONMENTS[engine].how}, and restart the nodes. Or set {where}: torch"
             raise SpecError(which, where=where, fix=fix)
-        cpus = sorted(node.name for node in real if any(slot.startswith("cpu:") for slot in node.slots))
+    check_sleep(spec, {node.name: node.slots for node in real})
+
+
+def check_sleep(spec: JobSpec, slots: Mapping[str, Iterable[str]]) -> None:
+    """Check that the engines can release their memory on these slots (by node) if the job wants it. Raises SpecError."""
+    cpus = sorted(node for node, own in slots.items() if any(map(is_cpu, own)))
+    for where, engine in wanted_engines(spec):
         if "CPU" not in ENGINES[engine].sleeps_on and spec.placement.memory == "in_turns" and cpus:
             raise SpecError(
-                f"{name} cannot release its memory on the CPU slots of {', '.join(cpus)}",
+                f"{ENVIRONMENTS[engine].name} cannot release its memory on the CPU slots of {', '.join(cpus)}",
                 where="placement.memory",
                 fix=f"Set it to kept, or set {where}: torch",
             )

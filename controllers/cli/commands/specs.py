@@ -303,7 +303,7 @@ def validate(
     """Check a spec and its files. Print the resolved spec, statistics of its data, and the processes that `gcore run` would start."""
     import yaml
 
-    from controllers.api.submission.checks import check_offload, local_warning
+    from controllers.api.submission.checks import check_offload, check_sleep, local_warning
     from controllers.cli.local import deal_slots
     from controllers.cli.view.data import (
         data_notes,
@@ -318,8 +318,10 @@ def validate(
 
     loaded = load_spec(spec, set_ or ())
     planned_processes(loaded, controllers, slots, None)  # Report too few slots before the data are read.
+    shares = deal_slots(slots, controllers)
     try:
-        check_offload(loaded, (slot for share in deal_slots(slots, controllers) for slot in share))
+        check_offload(loaded, (slot for share in shares for slot in share))
+        check_sleep(loaded, {f"node-{number}": share for number, share in enumerate(shares)})
     except SpecError as wrong:
         if was_given(context, "slots"):
             raise

@@ -244,3 +244,10 @@ def test_offloading_to_host_memory_is_refused_on_cpu_slots_that_were_named_and_w
     assert refused.returncode == 2
     assert "train.offload_state: offload_state moves the train state from a GPU to host memory" in refused.stderr
     assert validate(folder, *offload, "--slots", "cuda:2").stderr == ""
+
+
+def test_memory_in_turns_is_refused_on_cpu_slots_where_the_engine_cannot_release_it(folder: Path) -> None:
+    turns = ("--set", "rollout.engine=vllm", "--set", "placement.memory=in_turns")
+    refused = validate(folder, *turns, "--slots", "cpu:2")
+    assert refused.returncode == 2
+    assert "placement.memory: vLLM cannot release its memory on the CPU slots of node-0, node-1" in refused.stderr
