@@ -41,7 +41,10 @@ class LoraSpec(Section):
         8, le=4096, description="Rank of each adapter: columns of one matrix and rows of the other"
     )
     alpha: PositiveFloat | None = Field(
-        None, le=1e6, description="An adapter's product is multiplied by alpha / rank. Default: twice the rank"
+        None,
+        ge=1e-6,
+        le=1e6,
+        description="An adapter's product is multiplied by alpha / rank. Default: twice the rank",
     )
     targets: tuple[Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[A-Za-z0-9_.-]+$")], ...] = Field(
         (ALL_LINEAR,),

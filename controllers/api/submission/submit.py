@@ -237,10 +237,13 @@ class Submitter:
         if changes:
             changed = ", ".join(changes)
             first = "Let it finish before you raise its goal. Or use" if only_goal else "Use"
-            raise Conflict(
-                f"job {spec.name!r} is not finished and its spec differs ({changed})",
-                fix=f"{first} --new to end the old job and start a new one, or give the spec another name",
-            )
+            fix = f"{first} --new to end the old job and start a new one, or give the spec another name"
+            if any(key.partition(".")[2].partition(".")[0] == "lora" for key in changes):
+                fix += (
+                    ". To continue the trained model with other adapters or with full training, export it (gcore export) and name "
+                    "the new folder in model.path of a new job"
+                )
+            raise Conflict(f"job {spec.name!r} is not finished and its spec differs ({changed})", fix=fix)
         data = await asyncio.to_thread(identify_data, spec, self._cache_dir)
         check_unchanged(mirror.job.record, data)
         return uid

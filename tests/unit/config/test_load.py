@@ -309,6 +309,7 @@ def test_a_path_that_cannot_be_one_is_told_with_its_key(tmp_path: Path, key: str
         pytest.param("train.lr", 1, "did you mean 'train.learning_rate'", id="initials"),
         pytest.param("train.publish", 1, "did you mean 'train.lora.publish'", id="a section left out"),
         pytest.param("train.lora.dropout", 0.1, r"unknown key 'train\.lora\.dropout'[^,]*$", id="nothing near in its section"),
+        pytest.param("train.lora.alpha", 1e-9, r"train\.lora\.alpha: .* greater than or equal to 0\.000001", id="an alpha of nothing"),
         pytest.param("train.lora.targets", [], r"train\.lora\.targets: it should have at least 1 item \(got 0\)", id="no item"),
         pytest.param("train.lora.targets", [""], r"job\.yaml: train\.lora\.targets\.0: [^;]*$", id="an empty item"),
         pytest.param("qqqqqq", 0, "unknown key 'qqqqqq'[^,]*$", id="nothing is near"),

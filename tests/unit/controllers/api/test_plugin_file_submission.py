@@ -96,6 +96,16 @@ async def test_the_same_file_goes_on_with_its_job_and_a_changed_one_does_not(tmp
 
 
 @pytest.mark.usefixtures("checked")
+async def test_a_job_that_changes_its_adapters_is_referred_to_an_export(tmp_path: Path, reward: Path) -> None:
+    store = MemoryStore(MemoryCluster(FakeClock()))
+    submissions = submitter(tmp_path, store)
+    await submissions.create("r1", spec(reward, train={"lora": {"rank": 8}}), anew=False, owner_key=KEY)
+    for train in ({"lora": {"rank": 4}}, {}):
+        with pytest.raises(Conflict, match=r"its spec differs \(train.lora.*export it \(gcore export\).*model\.path"):
+            await submissions.create("r2", spec(reward, train=train), anew=False, owner_key=KEY)
+
+
+@pytest.mark.usefixtures("checked")
 async def test_a_submission_that_another_one_overtakes_leaves_no_run_folder(tmp_path: Path, reward: Path) -> None:
     store = MemoryStore(MemoryCluster(FakeClock()))
     both = [submitter(tmp_path, store).create(f"r{n}", spec(reward), anew=False, owner_key=KEY) for n in range(2)]
