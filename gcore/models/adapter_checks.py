@@ -187,7 +187,8 @@ class BaseFiles:
                 )
 
     def sample(self) -> str:
-        """Return the SHA-256 (hex) of each file's name, size and up to `SAMPLED_BLOCKS` blocks at equal distances.
+        """Return the SHA-256 (hex) of each file's name, size and up to `SAMPLED_BLOCKS` blocks at equal distances, and of the
+        model's configuration, because the same weights compute something else with another one.
 
         Training changes almost every weight, so other weights of the same layout have another sample. Equal samples do not
         prove that files are intact; `check_same_base` does. Raises OSError.
@@ -200,6 +201,8 @@ class BaseFiles:
                 for start in range(0, size, max(BLOCK_BYTES, -(-size // SAMPLED_BLOCKS))):
                     file.seek(start)
                     digest.update(file.read(BLOCK_BYTES))
+        for folder in sorted({path.parent for path in self.stamps}):
+            digest.update((folder / "config.json").read_bytes())
         return digest.hexdigest()
 
 

@@ -586,7 +586,7 @@ def test_a_submission_is_refused_by_the_files_of_the_model(
     check_adapters(model, ("q_proj", "layers.1.mlp.up_proj", ""), 8)
 
 
-def test_the_sample_of_a_base_model_depends_on_its_weights_alone(model: Path, tmp_path: Path) -> None:
+def test_the_sample_of_a_base_model_depends_on_its_weights_and_its_configuration(model: Path, tmp_path: Path) -> None:
     elsewhere = shutil.copytree(model, tmp_path / "elsewhere")
     assert BaseFiles.of(elsewhere).sample() == BaseFiles.of(model).sample()
     (path,) = weight_files(elsewhere)
@@ -596,3 +596,8 @@ def test_the_sample_of_a_base_model_depends_on_its_weights_alone(model: Path, tm
     save_file({name: tensor * 1.01 for name, tensor in load_file(model / path.name).items()}, path, {"format": "pt"})
     assert path.stat().st_size == len(data)
     assert BaseFiles.of(elsewhere).sample() != BaseFiles.of(model).sample(), "another training"
+    path.write_bytes(data)
+    assert BaseFiles.of(elsewhere).sample() == BaseFiles.of(model).sample()
+    config = json.loads((elsewhere / "config.json").read_text())
+    (elsewhere / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.5}))
+    assert BaseFiles.of(elsewhere).sample() != BaseFiles.of(model).sample(), "another configuration"
