@@ -99,7 +99,8 @@ def export(
             where=str(to),
             fix="Choose a folder that can be created, on a disk with space for the model",
         ) from error
-    say(f"The model of job {found.name} ({found.uid}){found.by} is in {to}; {found.what} is {folder}.")
+    copied = "adapter" if adapter else "model"
+    say(f"The {copied} of job {found.name} ({found.uid}){found.by} is in {to}; {found.what} is {folder}.")
 
 
 @dataclass(frozen=True, slots=True)

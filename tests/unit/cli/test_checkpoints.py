@@ -269,6 +269,15 @@ def test_the_model_of_a_step_is_exported(home: Path, tmp_path: Path, capsys: pyt
         export("sums", tmp_path / "other", home, step=5)
 
 
+def test_an_exported_adapter_is_called_one(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gcore.models.export.copy_model", lambda *_, **__: None)
+    for adapter, word in ((True, "adapter"), (False, "model")):
+        export("sums", tmp_path / "to", home, adapter=adapter)
+        assert capsys.readouterr().out.startswith(f"The {word} of job sums (u)")
+
+
 def test_a_base_model_is_named_only_for_a_merge_and_never_empty(home: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="--adapter and --base exclude each other"):
         export("sums", tmp_path / "to", home, adapter=True, base=str(tmp_path))
