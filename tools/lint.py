@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 
 from tools import (
@@ -32,4 +33,5 @@ CHECKS: dict[str, Check] = {
 }
 
 if __name__ == "__main__":
+    gc.disable()  # syntax trees of all modules live to the end: the collector would walk over them again and again
     sys.exit(main(CHECKS, __doc__))
