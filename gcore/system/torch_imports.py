@@ -1,9 +1,10 @@
 """How a worker sets torch up: without the compiler and DTensor until something needs them, and with float32 that is float32.
 
-transformers decorates functions for `torch.compile` and imports DTensor at load, and an optimizer's first step imports the compiler to mark
-graph breaks. gcore compiles nothing and shards with DeepSpeed, so this would cost each worker 1.5 s of CPU time and 70 MB at every start.
-`leave_compiler_out`, called before transformers is imported, replaces the compiler by a stub. Decorators for the compiler return functions
-unchanged; any other access loads the real compiler, which then stays. transformers sees a torch without a distributed package. The ranks' own
+transformers decorates functions for `torch.compile` and imports DTensor at load, a process group clears the compiler's caches, activation
+checkpointing reads a setting of it, and an optimizer's first step imports it to mark graph breaks. gcore compiles nothing and shards with
+DeepSpeed, so this would cost each worker 1.5 s of CPU time and 70 MB at every start. `leave_compiler_out`, called before transformers is
+imported, replaces the compiler by a stub. Decorators for the compiler return functions unchanged; any other access loads the real compiler,
+which then stays. transformers sees a torch without a distributed package. The ranks' own
 use of it (`gcore.train.backends.distributed`, DeepSpeed) does not go through transformers.
 """
 
@@ -58,8 +59,24 @@ def _unmarked(function: Any = None, *_: Any, **__: Any) -> Any:
     return function if function is not None else _unmarked
 
 
+class _Part:
+    """The stub for a module of the compiler: what torch uses of it outside the compiler."""
+
+    def __init__(self, name: str, **used: Any) -> None:
+        vars(self).update(used, _name=name)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(getattr(_real(), self._name), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(getattr(_real(), self._name), name, value)
+
+
 class _Compiler(ModuleType):
     """The stub for `torch._dynamo`."""
+
+    config = _Part("config", error_on_nested_fx_trace=True)  # activation checkpointing uses it only while it is traced
+    trace_rules = _Part("trace_rules", clear_lru_cache=lambda: None)  # nothing was cached
 
     disable = staticmethod(_unmarked)
     allow_in_graph = staticmethod(_unmarked)

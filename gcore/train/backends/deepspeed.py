@@ -309,14 +309,15 @@ def set_up_deepspeed() -> None:
 
 
 def _leave_muon_out() -> None:
-    """Prevent the import of Muon, which loads torch's compiler and takes most of a second.
+    """Prevent the import of Muon, which loads torch's compiler and takes 2 s of CPU time.
 
-    DeepSpeed only checks whether the optimizer is an instance of Muon, so a stub class is enough.
+    DeepSpeed checks whether the optimizer is an instance of Muon, and imports the function of Muon's update before it
+    looks for parameters that need it. Stubs are enough for both.
     """
-    name = "deepspeed.runtime.zero.muon.muon_optimizer"
-    stand_in = types.ModuleType(name)
-    vars(stand_in)["MuonWithAuxAdam"] = type("MuonWithAuxAdam", (), {})
-    sys.modules.setdefault(name, stand_in)
+    for name, attribute in (("muon_optimizer", "MuonWithAuxAdam"), ("original_muon", "muon_update")):
+        stub = types.ModuleType(f"deepspeed.runtime.zero.muon.{name}")
+        vars(stub)[attribute] = type(attribute, (), {})
+        sys.modules.setdefault(stub.__name__, stub)
 
 
 def _config(how: OptimizerSettings, parameters: int) -> dict[str, Any]:

@@ -23,6 +23,13 @@ STARTS = {
     "an engine": "import gcore.engines.torch.server, gcore.engines.sglang.adapter",
     "a rank": "import gcore.train.models, gcore.train.step",
     "a model and an optimizer's step": TINY,
+    "a process group": (
+        "import torch.distributed as dist; dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)"
+    ),
+    "activation checkpointing": (
+        "import torch; from torch.utils.checkpoint import checkpoint; "
+        "checkpoint(torch.sin, torch.ones(2, requires_grad=True), use_reentrant=False).sum().backward()"
+    ),
 }
 ON_DEMAND = {
     "compiler": (
@@ -30,6 +37,10 @@ ON_DEMAND = {
         "real = torch._dynamo.config; import torch._dynamo.eval_frame; "
         "result = [real.cache_size_limit > 0, type(sys.modules['torch._dynamo']).__name__, "
         "sys.modules['torch._dynamo'] is torch._dynamo]"
+    ),
+    "settings": (
+        "import torch; torch._dynamo.config.cache_size_limit = 3; import torch._dynamo.config as real; "
+        "result = [real.cache_size_limit]"
     ),
     "masks": (
         "import transformers.masking_utils as masks; "
@@ -92,6 +103,10 @@ def test_compiler_is_the_real_one_when_imported(results: dict[str, list[object]]
 def test_a_function_can_still_be_compiled() -> None:
     program = "import torch; compiled = torch.compile(lambda x: x * 2, backend='eager'); print(compiled(torch.ones(1)).item())"
     assert run(BEFORE + TINY + program) == "2.0"
+
+
+def test_a_setting_of_the_compiler_is_made_in_the_real_one(results: dict[str, list[object]]) -> None:
+    assert results["settings"] == [3]
 
 
 def test_transformers_masks_get_the_compiler_s_helper_when_they_need_it(results: dict[str, list[object]]) -> None:
