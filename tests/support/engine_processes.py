@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import httpx
+from warm_programs import ENGINES
 
 from gcore.engines.environments import SGLANG, VLLM, EngineEnvironment
 from gcore.engines.launch import SglangLaunch
@@ -35,19 +36,20 @@ def vllm_command() -> tuple[str, ...]:
 
 
 @contextmanager
-def engine_process(model: Path, command: Sequence[str] = TORCH, **options: object) -> Iterator[str]:
+def engine_process(
+    model: Path, command: Sequence[str] = TORCH, *, cold: bool = False, **options: object
+) -> Iterator[str]:
     """An engine that serves `model`, as a process of its own; its base URL. For tests and benchmarks. Its errors show.
 
     `command` starts it by hand: `TORCH`, `HF` or `vllm_command()`. `options` as on its command line
-    (`batch_slots=4`).
+    (`batch_slots=4`). `TORCH` and `HF` are forked from a process with their imports done, unless `cold`.
     """
-    arguments = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
-    process = subprocess.Popen(
-        [*command, "--model", str(model), *arguments],
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, **thread_environment(1)},
-    )
+    arguments = ["--model", str(model), *(f"--{name.replace('_', '-')}={value}" for name, value in options.items())]
+    how: dict[str, Any] = {"stdout": subprocess.PIPE, "text": True, "env": {**os.environ, **thread_environment(1)}}
+    if command in (TORCH, HF) and not cold:
+        process: subprocess.Popen[str] = ENGINES.popen(command[-1], *arguments, **how)
+    else:
+        process = subprocess.Popen([*command, *arguments], **how)
     assert process.stdout is not None
     try:
         line = next((line for line in process.stdout if line.startswith("serving on ")), "")  # vLLM says more before

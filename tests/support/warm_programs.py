@@ -136,8 +136,8 @@ class WarmStarter:
 COMMANDS = WarmStarter(("controllers.cli.main", "controllers.cli.view", "gcore.client", "gcore.config", "rich.live"))
 """For `controllers.cli.main`."""
 WITHOUT_COMPILER = "gcore.system.torch_imports:leave_compiler_out"
-ENGINES = WarmStarter((WITHOUT_COMPILER, "gcore.engines.torch.server"))
-"""For `gcore.engines.torch`."""
+ENGINES = WarmStarter((WITHOUT_COMPILER, "gcore.engines.torch.server", "gcore.engines.hf.engine"))
+"""For `gcore.engines.torch` and `gcore.engines.hf`."""
 RANKS = WarmStarter(
     (WITHOUT_COMPILER, "gcore.train.rank.main", "gcore.train.models", "gcore.train.step"),
     CUDA_VISIBLE_DEVICES="",

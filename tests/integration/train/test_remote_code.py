@@ -61,7 +61,7 @@ def test_trusted_it_is_the_same_model_to_engine_and_rank(strange: Path) -> None:
     assert resolve_model(str(strange), trust_remote_code=True).remote_code == ("modeling_strange.py",)
     module = load_module(strange, torch.float32, trust_remote_code=True)
     assert type(module).__name__ == "StrangeForCausalLM"
-    with engine_process(strange, trust_remote_code=True) as url:
+    with engine_process(strange, cold=True, trust_remote_code=True) as url:
         request = {
             "text": "12+3=",
             "sampling_params": {"temperature": 0, "max_new_tokens": 4},
