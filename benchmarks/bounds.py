@@ -263,6 +263,7 @@ def _live_imports(result: Result) -> Ratios:
 
 BOUNDS = (
     Bounds("engine", lambda result: by_case(result, lambda case: str(case["case"]), "ratio"), "more"),
+    Bounds("adapters", lambda result: by_case(result, lambda case: str(case["case"]), "ratio"), "less"),
     Bounds("trainer", _trainer, "more"),
     Bounds("check", _live_engine, "more", OWN),
     Bounds("check", _live_trainer("own_ratio", 1), "more", OWN),

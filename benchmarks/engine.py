@@ -5,6 +5,8 @@ the seconds of `generate` over those of the engine. `generate` gets the requests
 arrival, prompts padded on the left, and has to wait for the longest of each batch; the engine gets them all at once and
 has as many rows. A second ratio leaves out what other processes took of the cores (`own_ratio`). Both sample at temperature 1 from the whole vocabulary; only the engine also returns log-probabilities,
 and these are compared with a full forward pass in the same run.
+
+`run adapters` compares the torch engine with itself: with adapters at run time (`judges[].adapter`), and without them.
 """
 
 from __future__ import annotations
@@ -117,6 +119,31 @@ def make_model(folder: Path, vocabulary: int) -> Path:
     return folder
 
 
+def run_requests(
+    core: Any, first: int, prompts: list[list[int]], limits: tuple[int, ...], adapters: int = 1
+) -> list[Any]:
+    """Run requests on an engine's core; deliveries in their order. `first`: number of the first request, which no earlier one had.
+
+    `adapters`: request number n names adapter n modulo this.
+    """
+    from gcore.engines.request import GenerationRequest, RequestSampling
+
+    core.submit(
+        [
+            GenerationRequest(
+                first + i, f"r{i}", tuple(ids), RequestSampling(limit, seed=first + i), adapter=i % adapters
+            )
+            for i, (ids, limit) in enumerate(zip(prompts, limits, strict=True))
+        ]
+    )
+    done: dict[int, Any] = {}
+    while core.can_work:
+        core.cycle()
+        done.update((d.number, d) for d in core.outbox)
+        core.outbox.clear()
+    return [done[first + i] for i in range(len(prompts))]
+
+
 class Pair:
     """One model, as the engine has it and as `generate` does."""
 
@@ -138,22 +165,9 @@ class Pair:
 
     def engine(self, prompts: list[list[int]], limits: tuple[int, ...]) -> list[Any]:
         """All requests; deliveries in their order."""
-        from gcore.engines.request import GenerationRequest, RequestSampling
-
         first = self._number
         self._number += len(prompts)
-        self.core.submit(
-            [
-                GenerationRequest(first + i, f"r{i}", tuple(ids), RequestSampling(limit, seed=first + i))
-                for i, (ids, limit) in enumerate(zip(prompts, limits, strict=True))
-            ]
-        )
-        done: dict[int, Any] = {}
-        while self.core.can_work:
-            self.core.cycle()
-            done.update((d.number, d) for d in self.core.outbox)
-            self.core.outbox.clear()
-        return [done[first + i] for i in range(len(prompts))]
+        return run_requests(self.core, first, prompts, limits)
 
     def generate(self, prompts: list[list[int]], limits: tuple[int, ...]) -> None:
         """All requests, batch by batch."""
@@ -257,4 +271,90 @@ def options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-BENCHMARKS = (Benchmark("engine", "engine", measure, ("torch", "transformers"), 7, options),)
+RANK = 8
+"""Of the adapters of all linear layers."""
+
+ADAPTED = {
+    "no row has an adapter": (False, 1),
+    "all rows have the policy's": (True, 1),
+    "every other row has the judge's, the others the policy's": (True, 2),
+}
+"""Cases: whether the policy has an adapter, and how many adapters the requests name in turn."""
+
+
+def write_adapter(base: Path, folder: Path, seed: int) -> Path:
+    """A random adapter of all linear layers of the model in `base`."""
+    import torch
+    from safetensors.torch import save_file
+
+    from gcore.models.adapter_checks import DOWN, UP
+    from gcore.models.adapters import AdapterConfig, stored_shapes
+    from gcore.models.hubs import ADAPTER_CONFIG
+    from gcore.models.layout import ADAPTER_FILE, ADAPTER_PREFIX
+
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for name, one in stored_shapes(base).items():
+        if name.endswith("_proj.weight"):
+            stem, (outer, inner) = f"{ADAPTER_PREFIX}{name.removesuffix('.weight')}", one.shape
+            tensors[stem + DOWN] = torch.randn(RANK, inner, generator=generator) * inner**-0.5
+            tensors[stem + UP] = torch.randn(outer, RANK, generator=generator) * 0.1
+    folder.mkdir()
+    save_file(tensors, folder / ADAPTER_FILE, {"format": "pt"})
+    (folder / ADAPTER_CONFIG).write_bytes(AdapterConfig(str(base), RANK, 2.0 * RANK, ("all-linear",)).encode())
+    return folder
+
+
+def measure_adapters(arguments: argparse.Namespace, taken: Result) -> Result:
+    """The requests of the case "tail" by one engine without adapters and one with a judge's, in pairs."""
+    os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1"}
+    import torch
+
+    from gcore.engines.launch import EngineLaunch
+    from gcore.engines.torch.server import start_engine
+
+    torch.set_num_threads(1)
+    case = next(one for one in cases() if one.name == "tail")
+    generator = np.random.default_rng(11)
+    prompts = [generator.integers(3, case.vocabulary, length).tolist() for length in case.prompts]
+    tokens, results = sum(case.limits), []
+    with tempfile.TemporaryDirectory() as name:
+        base = make_model(Path(name) / "base", case.vocabulary)
+        policy, judge = (write_adapter(base, Path(name) / one, seed) for seed, one in enumerate(("policy", "judge")))
+        launch = EngineLaunch(model=str(base), batch_slots=SLOTS, device="cpu")
+        plain = start_engine(launch, None)
+        adapted = start_engine(launch.model_copy(update={"adapters": {"judge": str(judge)}}), None)
+        for what, (has_own, adapters) in ADAPTED.items():
+            staged = adapted.stage_weights(policy if has_own else base)
+            adapted.change_weights(staged, None, flush=True, abort=False)
+            sides = {"plain": (plain, 1), "adapted": (adapted, adapters)}
+            spent: dict[str, list[float]] = {side: [] for side in sides}
+            for number in range(-1, arguments.pairs):  # the first pair warms up
+                for side in sorted(sides, reverse=number % 2 == 0):
+                    core, named = sides[side]
+                    core.model.attention.register()  # a process has one engine's attention at a time
+                    watch = Stopwatch()
+                    run_requests(core, 10**6 * (number + 2), prompts, case.limits, named)
+                    spent[side].append(watch.spent()["seconds"])
+            own, other = (spent[side][1:] for side in ("adapted", "plain"))
+            results.append(
+                {
+                    "case": what,
+                    "ratio": spread([a / b for a, b in zip(own, other, strict=True)]),
+                    "tokens_per_second": spread([tokens / s for s in own], 0),
+                    "plain_tokens_per_second": spread([tokens / s for s in other], 0),
+                }
+            )
+            print(f"{what}: ratio {results[-1]['ratio']}", flush=True)
+    return taken | {
+        "what": "seconds of the torch engine with adapters at run time, over those without; one thread",
+        "requests": case.what,
+        "rank": RANK,
+        "cases": results,
+    }
+
+
+BENCHMARKS = (
+    Benchmark("engine", "engine", measure, ("torch", "transformers"), 7, options),
+    Benchmark("adapters", "adapters", measure_adapters, ("torch", "transformers"), 7),
+)

@@ -28,6 +28,7 @@ MODULES = {
     "calculator": "learning",
     "flows": "learning",
     "engine": "engine",
+    "adapters": "engine",
     "trainer": "trainer",
     "grpo": "grpo_step",
     "checkpoints": "checkpoints",

@@ -392,7 +392,9 @@ def _fill_judge(draft: Path, seed: int, updates: int, reporter: Reporter, *, mus
     lesson = judge_lesson(split)
     with reporter:
         taught = teach_model(lesson, seed=seed, updates=updates, report=reporter.report, must_fit=must_fit)
-    marks = _measure_judge(taught.model, lesson, split, seed, updates, must_fit=must_fit)
+    marks = _measure_judge(taught.model, lesson, split, seed)
+    if must_fit:
+        _require_good_judge(marks, seed, updates)
     save_model(taught.model, draft / "model")
     return JudgeManifest(
         recipe=JUDGE_RECIPE,
@@ -405,26 +407,30 @@ def _fill_judge(draft: Path, seed: int, updates: int, reporter: Reporter, *, mus
     )
 
 
-def _measure_judge(
-    judge: SmallModel, lesson: Lesson, split: SumSplit, seed: int, updates: int, *, must_fit: bool
-) -> VerdictAccuracy:
-    """Measure the verdicts of a judge that was trained for `updates` updates. With `must_fit`, raise DataError if they
-    are not good enough."""
+def _measure_judge(judge: SmallModel, lesson: Lesson, split: SumSplit, seed: int) -> VerdictAccuracy:
+    """Measure the verdicts of a judge."""
     from gcore.quickstart.pretraining import deterministic_torch, generate_responses  # imports torch
 
     asked = held_out_answers(split)
     with deterministic_torch(seed):
-        marks = score_verdicts(
+        return score_verdicts(
             asked, generate_responses(judge, [one.prompt for one in asked], lesson.longest_answer, None)
         )
-    if must_fit and (marks.accuracy < LEAST_ACCURACY or marks.false_yes > MOST_FALSE_YES):
+
+
+def _judges_well(marks: VerdictAccuracy) -> bool:
+    return marks.accuracy >= LEAST_ACCURACY and marks.false_yes <= MOST_FALSE_YES
+
+
+def _require_good_judge(marks: VerdictAccuracy, seed: int, updates: int) -> None:
+    """Raise DataError if the verdicts of a judge are not good enough. `updates`: of its training."""
+    if not _judges_well(marks):
         raise DataError(
             f"after {updates} updates, {marks.accuracy:.1%} of the judge's verdicts are right and {marks.false_yes:.1%} of "
             f"wrong answers are called right; it needs at least {LEAST_ACCURACY:.0%} and at most {MOST_FALSE_YES:.0%}",
             where=f"seed {seed}",
             fix="Use another seed",
         )
-    return marks
 
 
 ADAPTER_RECIPE = 1
@@ -474,6 +480,7 @@ def _fill_judge_adapter(
     draft: Path, seed: int, warm_updates: int, updates: int, warming: Reporter, judging: Reporter, *, must_fit: bool
 ) -> JudgeAdapterManifest:
     from gcore.quickstart.pretraining import (  # imports torch
+        ADAPTER_ROUNDS,
         THREADS,
         save_adapter,
         save_model,
@@ -497,9 +504,11 @@ def _fill_judge_adapter(
             seed=seed,
             updates=updates,
             report=judging.report,
-            must_fit=must_fit,
+            fits=lambda made: not must_fit or _judges_well(_measure_judge(made, lesson, split, seed)),
         )
-    marks = _measure_judge(judge.model, lesson, split, seed, updates, must_fit=must_fit)
+    marks = _measure_judge(judge.model, lesson, split, seed)
+    if must_fit:
+        _require_good_judge(marks, seed, ADAPTER_ROUNDS * updates)
     save_adapter(judge.model, ADAPTER_RANK, draft / "model", draft / "adapter")
     return JudgeAdapterManifest(
         recipe=ADAPTER_RECIPE,

@@ -183,6 +183,9 @@ def quiet_saving() -> Iterator[None]:
 
 PEAK_LEARNING_RATE = 1.5e-3
 ADAPTER_LEARNING_RATE = 3e-3
+
+ADAPTER_ROUNDS = 4
+"""How often the training of an adapter is repeated at most."""
 WARMUP_UPDATES = 20
 
 DECAY_SHARE = 0.6
@@ -251,13 +254,21 @@ def teach_adapter(
     seed: int,
     updates: int,
     report: Callable[[TeachingProgress], None],
-    must_fit: bool = True,
+    fits: Callable[[SmallModel], bool],
 ) -> TaughtModel:
     """Add a low-rank adapter of all linear layers but the output layer to the model, and train it as `teach_model`
-    trains a model. The weights of `base` stay as they are."""
+    trains a model. The weights of `base` stay as they are.
+
+    How many updates an adapter needs depends on the processor, whose rounding changes the training. While `fits` says no,
+    the training continues with as many updates again, at most `ADAPTER_ROUNDS` times in all.
+    """
     with deterministic_torch(seed):
         add_adapters(base.network, LoraSpec(rank=rank), seed, torch.float32, Path("model"))
-        return _teach(base, lesson, seed, updates, ADAPTER_LEARNING_RATE, report, must_fit=must_fit)
+        for number in range(ADAPTER_ROUNDS):
+            taught = _teach(base, lesson, seed + number, updates, ADAPTER_LEARNING_RATE, report, must_fit=False)
+            if fits(taught.model):
+                break
+        return taught
 
 
 def _teach(
