@@ -349,7 +349,7 @@ def accumulate_parts(
         return refused
     if token.step <= state.done or state.applying is not None:
         return AlreadyApplied()
-    ready = seal.ready_parts
+    ready = _ready_parts(seal)
     wrong = _seal_fault(state, token, seal) or _parts_fault(state, seal, ready)
     if wrong:
         return RankRefusal(wrong)
@@ -422,7 +422,7 @@ def _parts_fault(state: FeedState, seal: Seal, parts: int) -> str:
 
     `parts`: how many parts of the seal must be READY.
     """
-    if seal.ready_parts < parts:
+    if _ready_parts(seal) < parts:
         return f"{seal.ready_parts} parts of the seal of {seal.token} are READY, not {parts}"
     stated = part_digests(seal, parts)
     common = min(len(stated), len(state.begun))
@@ -431,6 +431,11 @@ def _parts_fault(state: FeedState, seal: Seal, parts: int) -> str:
     if seal.state is SealState.READY and len(state.begun) > len(stated):
         return f"this rank has begun {len(state.begun)} parts of step {seal.step}, but the seal of {seal.token} has {len(stated)}"
     return ""
+
+
+def _ready_parts(seal: Seal) -> int:
+    """Number of consecutive READY parts of a seal, from the first."""
+    return seal.ready_parts
 
 
 def _held_of(state: FeedState, token: Token) -> Mapping[str, TrainGroup]:
