@@ -29,6 +29,7 @@ def add_adapters(module: nn.Module, lora: LoraSpec, seed: int, served: torch.dty
     target matches no linear layer, or the rank is above a layer's width.
     """
     try:
+        import torch.distributed.tensor  # PEFT names it without importing it
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
         raise DataError(

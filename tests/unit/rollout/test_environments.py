@@ -341,6 +341,9 @@ class Rule:
             one for token in short_ids for one in ([token] * (left.pop(0)[0] // 16) if token == ord("@") else [token])
         )
 
+    def request_ids(self, short_ids: Sequence[int], sizes: Sequence[tuple[int, int]]) -> tuple[int, ...]:
+        return tuple(short_ids)
+
 
 def seeing(most: int = 2, **limits: Any) -> tuple[EpisodeSetting, list[PictureRef]]:
     stored: list[PictureRef] = []

@@ -42,6 +42,12 @@ ON_DEMAND = {
         "import torch; torch._dynamo.config.cache_size_limit = 3; import torch._dynamo.config as real; "
         "result = [real.cache_size_limit]"
     ),
+    "adapters": (
+        TINY + "from pathlib import Path; from gcore.config.train import LoraSpec; "
+        "from gcore.train.backends.adapters import add_adapters; "
+        "add_adapters(model, LoraSpec(rank=2), 0, torch.float32, Path('model')); "
+        "result = [sum('.lora_' in name for name, _ in model.named_parameters())]"
+    ),
     "masks": (
         "import transformers.masking_utils as masks; "
         "made = masks.TransformGetItemToIndex(); result = [type(made).__module__, callable(made.__enter__)]"
@@ -107,6 +113,10 @@ def test_a_function_can_still_be_compiled() -> None:
 
 def test_a_setting_of_the_compiler_is_made_in_the_real_one(results: dict[str, list[object]]) -> None:
     assert results["settings"] == [3]
+
+
+def test_adapters_are_added_in_a_process_without_the_compiler(results: dict[str, list[object]]) -> None:
+    assert results["adapters"] == [14]
 
 
 def test_transformers_masks_get_the_compiler_s_helper_when_they_need_it(results: dict[str, list[object]]) -> None:
