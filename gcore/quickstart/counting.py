@@ -20,7 +20,7 @@ in its lesson, but not alone, or it would learn to copy the response.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -78,9 +78,8 @@ def _fill(draft: Path, seed: int, warm_updates: int, reporter: Reporter, *, must
 
     counts = make_counts(TRAIN_ENTRIES + EVAL_ENTRIES, seed)
     trained, held_out = counts[:TRAIN_ENTRIES], counts[TRAIN_ENTRIES:]
-    (draft / "pictures").mkdir()
     for name, questions in (("train", trained), ("eval", held_out)):
-        (draft / f"{name}.jsonl").write_text(_write_pictures(draft, name, questions))
+        write_entries(draft, name, ((draw_picture(one), one.prompt, one.answer) for one in questions))
     with reporter:
         taught = teach_counting(make_counts(WARM_ENTRIES, seed + 1), held_out, warm_updates, seed, reporter)
     if must_fit and not is_fit(taught):
@@ -105,14 +104,15 @@ def _fill(draft: Path, seed: int, warm_updates: int, reporter: Reporter, *, must
     )
 
 
-def _write_pictures(draft: Path, name: str, questions: Sequence[CountingQuestion]) -> str:
-    """Write the pictures of questions, and return the lines of their entries."""
+def write_entries(draft: Path, name: str, entries: Iterable[tuple[Any, str, str]]) -> None:
+    """Write entries of the data into `name`.jsonl, and their pictures. Each: picture [height, width, 3] uint8, prompt, answer."""
+    (draft / "pictures").mkdir(exist_ok=True)
     lines = []
-    for number, question in enumerate(questions):
+    for number, (picture, prompt, answer) in enumerate(entries):
         path = f"pictures/{name}-{number:04d}.png"
-        (draft / path).write_bytes(encode_png(draw_picture(question)))
-        lines.append(json.dumps({"prompt": question.prompt, "images": [path], "answer": question.answer}))
-    return "\n".join(lines) + "\n"
+        (draft / path).write_bytes(encode_png(picture))
+        lines.append(json.dumps({"prompt": prompt, "images": [path], "answer": answer}) + "\n")
+    (draft / f"{name}.jsonl").write_text("".join(lines))
 
 
 JUDGE_UPDATES = 800

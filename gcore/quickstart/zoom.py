@@ -17,20 +17,18 @@ The model first learns to count in single panels, and then to call, or to guess,
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from gcore.errors import DataError
-from gcore.quickstart.counting import EVAL_ENTRIES, TRAIN_ENTRIES, WARM_ENTRIES
+from gcore.quickstart.counting import EVAL_ENTRIES, TRAIN_ENTRIES, WARM_ENTRIES, write_entries
 from gcore.quickstart.counting_pictures import (
     MARKER,
     SIZE,
     CountingQuestion,
     draw_picture,
-    encode_png,
     make_counts,
 )
 from gcore.quickstart.folder import PreparedFolder, PreparedManifest, Recipe, Reporter, TeachingProgress, make_or_find
@@ -80,9 +78,9 @@ class ZoomQuestion:
         return f"{self.place + 1}{self.letter}"
 
     @property
-    def entry(self) -> dict[str, str]:
-        """Prompt and answer as in a data entry."""
-        return {"prompt": f"{MARKER}{self.asked}?", "answer": self.panel.answer}
+    def prompt(self) -> str:
+        """The question, with the marker of the picture."""
+        return f"{MARKER}{self.asked}?"
 
 
 def make_zoom_questions(count: int, seed: int) -> list[ZoomQuestion]:
@@ -156,14 +154,8 @@ def _fill(draft: Path, seed: int, updates: tuple[int, int], reporter: Reporter, 
 
     questions = make_zoom_questions(TRAIN_ENTRIES + EVAL_ENTRIES, seed)
     trained, held_out = questions[:TRAIN_ENTRIES], questions[TRAIN_ENTRIES:]
-    (draft / "pictures").mkdir()
     for name, part in (("train", trained), ("eval", held_out)):
-        lines = []
-        for number, question in enumerate(part):
-            path = f"pictures/{name}-{number:04d}.png"
-            (draft / path).write_bytes(encode_png(draw_panels(question)))
-            lines.append(json.dumps(question.entry | {"images": [path]}))
-        (draft / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+        write_entries(draft, name, ((draw_panels(one), one.prompt, one.panel.answer) for one in part))
     with reporter:
         network, measured = _teach(
             make_zoom_questions(WARM_ENTRIES // PANELS, seed + 1), held_out, updates, seed, reporter

@@ -101,7 +101,7 @@ def test_a_zoom_question_is_about_one_of_four_panels() -> None:
     assert Counter(one.panel.answer for one in questions) == {str(number): 20 for number in range(MOST + 1)}
     assert {one.place for one in questions} == {0, 1, 2, 3}
     assert len({panel for one in questions for panel in one.panels}) == 400
-    assert questions[0].entry["prompt"] == f"<image>{questions[0].place + 1}{questions[0].letter}?"
+    assert questions[0].prompt == f"<image>{questions[0].place + 1}{questions[0].letter}?"
 
 
 def test_the_tool_returns_the_panel_that_a_call_names(tmp_path: Path) -> None:
