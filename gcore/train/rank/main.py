@@ -33,7 +33,7 @@ from gcore.api.rpc import NodesOnlyInterceptor, VersionGate, server_credentials
 from gcore.api.tls import Connector, ReloadingFiles
 from gcore.api.v1 import train_pb2_grpc
 from gcore.config.train import STORED
-from gcore.errors import DataError, GcoreError
+from gcore.errors import DataError, GcoreError, explain_os_errors
 from gcore.ledger.balance import content_sha256
 from gcore.models.adapter_checks import BaseFiles, check_same_base
 from gcore.models.layout import BASE_FILE, Manifest, file_entry, has_critic, read_manifest, verify_checkpoint
@@ -179,11 +179,12 @@ def _reads_model(launch: RankLaunch) -> bool:
 
 
 def agreed_sample(collective: Collective, files: BaseFiles, folder: Path) -> str:
-    """Return the sample of the files (`BaseFiles.sample`). A collective. Raises WorldDiverged unless it is that of all ranks:
-    each reads the model in `folder` on its own node, and keeps a part of it.
+    """Return the sample of the files (`BaseFiles.sample`). A collective. Raises WorldDiverged unless it is that of all ranks,
+    because each reads the model in `folder` on its own node and keeps a part of it, and DataError if a file cannot be read.
     """
-    sample = files.sample()
-    what = f"the weights of the model in {folder}, which must be the same on all nodes"
+    with explain_os_errors("cannot read the model", DataError, where=folder, fix="Restore the model on this node"):
+        sample = files.sample()
+    what = f"the configuration and weights of the model in {folder}, which must be the same files on all nodes"
     collective.agree(what, [int(sample[:15], 16)])
     return sample
 

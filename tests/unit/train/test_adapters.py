@@ -231,6 +231,9 @@ def test_ranks_that_read_other_files_of_the_model_do_not_start(model: Path, tmp_
         assert agreed_sample(collective, files, folder) == files.sample()
     assert told[0] == told[1] != told[2]
     assert all(0 <= number < 2**63 for (number,) in told)
+    (other / "config.json").unlink()
+    with pytest.raises(DataError, match=r"other: cannot read the model \(No such file"):
+        agreed_sample(collective, BaseFiles.of(other), other)
 
 
 def test_a_base_model_that_changes_after_its_comparison_is_noticed(
