@@ -179,7 +179,7 @@ class Prompt:
     """Name of the source (dataset) that contains the entry."""
     media: tuple[Medium, ...]
     """The prompt's pictures, in the order of their placeholders in `token_ids`."""
-    short_ids: tuple[int, ...]
+    request_ids: tuple[int, ...]
     """`token_ids` with one image token for each picture, as engines receive them; empty for a prompt without pictures."""
     pictures: tuple[PictureRef, ...]
     """The files of the prompt's pictures, in the order of their placeholders."""
@@ -196,7 +196,7 @@ class Prompt:
         *,
         content: tuple[ContentPart, ...] | None = None,
         media: tuple[Medium, ...] = (),
-        short_ids: tuple[int, ...] = (),
+        request_ids: tuple[int, ...] = (),
         pictures: tuple[PictureRef, ...] = (),
     ) -> None:
         """Create a prompt. `text` may be given instead of `content`, and becomes the only part. Raises TypeError."""
@@ -210,7 +210,7 @@ class Prompt:
         _set(self, "fields", fields)
         _set(self, "source", source)
         _set(self, "media", media)
-        _set(self, "short_ids", short_ids)
+        _set(self, "request_ids", request_ids)
         _set(self, "pictures", pictures)
 
     @property

@@ -183,7 +183,7 @@ class EnvironmentEpisodes(EpisodeRunner):
             asked = replace(params, max_new_tokens=most, min_new_tokens=least, stop=stop, pictures=seen.named(whole))
             (sample,) = await self._engines.generate(
                 request.version,
-                [seen.prompt_ids + whole.short_ids],
+                [seen.prompt_ids + whole.request_ids],
                 asked,
                 (derive_seed(seed, len(whole.token_ids)),) if params.temperature else (0,),
                 f"{rid}/{whole.turns + 1}",
@@ -218,8 +218,8 @@ class ResponsePictures:
         self._of_prompt: tuple[Medium, ...] = ()
         self._of_tools: list[Medium] = []
         self._held = contextlib.AsyncExitStack()
-        self.prompt_ids = request.prompt.short_ids or request.prompt.token_ids
-        """The prompt's tokens with one placeholder for each picture."""
+        self.prompt_ids = request.prompt.request_ids or request.prompt.token_ids
+        """The prompt's tokens with one image token for each picture."""
 
     async def __aenter__(self) -> None:
         """Make the blobs of the prompt's pictures. Raises EngineError, and RewardError if a picture has changed or is
@@ -259,7 +259,7 @@ class ResponsePictures:
         prompt, media = self._request.prompt, (*self._of_prompt, *whole.media)
         if self._media is None or not media:
             return None
-        short = len(self.prompt_ids) + len(whole.short_ids)
+        short = len(self.prompt_ids) + len(whole.request_ids)
         return self._media.name_pictures(prompt.pictures, media, short, prompt.token_ids + whole.token_ids)
 
 

@@ -333,7 +333,7 @@ class Evaluator:
                     pictures = await media.in_request(prompt, trained=False)
                 except PictureError as error:
                     return RewardError(error.what, where=error.where, fix=error.fix)
-                params, ids = replace(params, pictures=pictures), prompt.short_ids
+                params, ids = replace(params, pictures=pictures), prompt.request_ids
             (made,) = await self._engines.generate(version, [ids], params, [seed], f"{rid}.{number}")
             return made
 

@@ -236,7 +236,7 @@ class JobPeer:
         prompts = [prompt.token_ids] * count
         if self.media is not None and prompt.pictures:
             params = replace(params, pictures=await self.media.in_request(prompt, trained=True))
-            prompts = [prompt.short_ids] * count
+            prompts = [prompt.request_ids] * count
         decode = self.data.stream.found(prompt.ref)[0].renderer.tokenizer.decode
         follow = self._follow_head(prompt.ref) if self.data.spec.rollout.staleness else None
         ended = None if greedy else self._early_judge(prompt)

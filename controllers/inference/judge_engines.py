@@ -196,7 +196,7 @@ class QuestionEncoder:
         self._rule = rule
 
     def encode(self, question: str, pictures: Pictures, room: int | None) -> tuple[Tokens, Tokens]:
-        """Return the tokens of a question: with one placeholder for each picture, and with all tokens of pictures.
+        """Return the tokens of a question: with one image token for each picture, and with all tokens of pictures.
 
         `pictures`: one for each `IMAGE_MARK`. `room`: number of tokens above which the question does not fit. Raises
         DataError, and TextTooLong for a text that is certainly longer.
@@ -411,7 +411,7 @@ class GenerativeJudgeClient:
     async def _answers(
         self, short: Tokens, tokens: Tokens, params: SamplingParams, seeds: Sequence[int]
     ) -> tuple[Answer, ...]:
-        """`short`: the tokens of the question with one placeholder for each picture; `tokens`: with all."""
+        """`short`: the tokens of the question with one image token for each picture; `tokens`: with all."""
         try:
             samples = await self._pool.generate(
                 FIRST_WEIGHTS,
@@ -438,7 +438,7 @@ class GenerativeJudgeClient:
         )
 
     def _tokens(self, question: str, pictures: Pictures) -> tuple[Tokens, Tokens]:
-        """Return the tokens of a question, with one placeholder for each picture and with all. May run in a thread.
+        """Return the tokens of a question, with one image token for each picture and with all. May run in a thread.
         Raises JudgeError."""
         room = None if self._limit is None else self._limit - self._params.max_new_tokens
         try:

@@ -179,7 +179,7 @@ class JobMedia:
         if trained:
             self.keep(prompt.ref, prompt.pictures)
         media = await self.of(prompt)
-        return self.name_pictures(prompt.pictures, media, len(prompt.short_ids), prompt.token_ids)
+        return self.name_pictures(prompt.pictures, media, len(prompt.request_ids), prompt.token_ids)
 
     def name_pictures(
         self, pictures: Pictures, media: tuple[Medium, ...], short: int, token_ids: tuple[int, ...]

@@ -110,10 +110,10 @@ class PromptSource:
         placed = self.pictures.place(prompt, fields, chat=renderer.chat)
         text = renderer.render(placed.prompt, fields)
         pictures = self.pictures.refs(placed.names)
-        token_ids, short_ids = self.pictures.expand(renderer.encode(text), pictures)
+        token_ids, request_ids = self.pictures.expand(renderer.encode(text), pictures)
         if not pictures:
             return Prompt(ref, text, token_ids, fields, self.name)
-        return Prompt(ref, text, token_ids, fields, self.name, short_ids=short_ids, pictures=pictures)
+        return Prompt(ref, text, token_ids, fields, self.name, request_ids=request_ids, pictures=pictures)
 
     def pictures_of(self, entry: Mapping[str, Any]) -> tuple[PictureRef, ...]:
         """Return the pictures of an entry of this source. Raises DataError."""

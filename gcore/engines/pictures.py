@@ -1,6 +1,6 @@
 """Pictures in requests to the torch engine: from the `image_data` of a request to the arguments of a forward pass.
 
-A prompt arrives with one placeholder for each picture. The engine expands it to as many as the model needs, and reports
+A prompt arrives with one image token, its placeholder, for each picture. The engine expands it to as many as the model needs, and reports
 the expanded prompt (`return_prompt_token_ids`). The features of a prompt's pictures are computed once, in its first
 pass. Prefixes are shared only between prompts with equal tokens and equal pictures.
 

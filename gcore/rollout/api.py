@@ -27,7 +27,7 @@ class PicturesUnavailable(EngineError):
 
 @dataclass(frozen=True, slots=True)
 class RequestPictures:
-    """The pictures of a request, as blobs, in order. `short`: number of tokens of the prompt with one placeholder for
+    """The pictures of a request, as blobs, in order. `short`: number of tokens of the prompt with one image token for
     each picture; `token_ids`: the same prompt with all placeholders, on which the engine must run."""
 
     media: tuple[Medium, ...]
@@ -58,7 +58,7 @@ class RequestPictures:
 class SamplingParams:
     """Sampling parameters, and what else a request needs. `temperature` 0 is greedy; `top_k` None keeps the whole
     vocabulary. `adapter`: name of the adapter that the engine adds to its model; None: the policy. `pictures`: of the
-    prompt, whose tokens then have one placeholder for each; None: it has none."""
+    prompt, whose tokens then have one image token for each; None: it has none."""
 
     temperature: float
     max_new_tokens: int

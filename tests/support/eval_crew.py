@@ -49,7 +49,7 @@ class HeldOut:
         ids = (1 + index,)
         fields, pictures = {"answer": "1"}, self._pictures
         return Prompt(
-            PromptRef(0, 0, index), f"prompt {index}", ids, fields, self.source.name, short_ids=ids, pictures=pictures
+            PromptRef(0, 0, index), f"prompt {index}", ids, fields, self.source.name, request_ids=ids, pictures=pictures
         )
 
 

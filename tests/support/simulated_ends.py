@@ -356,7 +356,7 @@ class Stream:
         if not self._pictures:
             return Prompt(ref, "", (1, 2), {}, SOURCE)
         picture = PictureRef(f"/{ref}.png", "0" * 64, 16, 16, 16, 16, 100)
-        return Prompt(ref, "", (1, 2), {}, SOURCE, short_ids=(1, 2), pictures=(picture,))
+        return Prompt(ref, "", (1, 2), {}, SOURCE, request_ids=(1, 2), pictures=(picture,))
 
     def found(self, ref: PromptRef) -> tuple[Any, int]:
         tokenizer = SimpleNamespace(decode=lambda tokens: "x" * len(tokens))

@@ -61,7 +61,7 @@ class Transcript:
     """
 
     token_ids: tuple[int, ...] = ()
-    short_ids: tuple[int, ...] = ()
+    request_ids: tuple[int, ...] = ()
     """`token_ids` with one image token for each picture, as engines receive them."""
     media: tuple[Medium, ...] = ()
     """The blobs of the pictures, in the order of their placeholders."""
@@ -85,7 +85,7 @@ class Transcript:
         for span in sample.spans:
             self._made(span.version, span.start + before, span.end + before)
         self.token_ids += sample.token_ids
-        self.short_ids += sample.token_ids
+        self.request_ids += sample.token_ids
         self.logprobs += sample.logprobs
         self.text += text
         self.turns += 1
@@ -96,7 +96,7 @@ class Transcript:
             return
         before, letters = len(self.token_ids), len(self.text)
         self.token_ids += shown.token_ids
-        self.short_ids += shown.short_ids
+        self.request_ids += shown.request_ids
         self.media += tuple(media)
         self.logprobs += (0.0,) * len(shown.token_ids)
         self.text += shown.text
@@ -175,7 +175,7 @@ class EpisodePictures:
 class EpisodeSetting:
     """Inputs of `play_episode` besides the environment and the engine.
 
-    `prompt_ids`: tokens of the prompt, with one placeholder for each picture. `fields`: its entry. `hold`: stops the
+    `prompt_ids`: tokens of the prompt, with one image token for each picture. `fields`: its entry. `hold`: stops the
     environment's timeout while it waits for a tool process. `pictures`: None for a job without pictures.
     """
 
@@ -214,7 +214,7 @@ async def _played(environment: CheckedEnvironment, say: Say, scene: EpisodeSetti
         whole.observe(shown, await _stored(shown, scene))
         left = min(limits.own - whole.own_tokens, limits.room - len(whole.token_ids))
         made = await say(whole, left)
-        text = decode_suffix(made.token_ids, whole.short_ids or scene.prompt_ids, scene.renderer)
+        text = decode_suffix(made.token_ids, whole.request_ids or scene.prompt_ids, scene.renderer)
         whole.turn(made, text)
         if made.finish_reason != "stop":
             return whole.sample(made.finish_reason)
@@ -238,11 +238,11 @@ def _worth(sample: Sample, reward: float | None) -> Sample:
 
 
 class ShownTokens(NamedTuple):
-    """An observation as text and as tokens. `short_ids`: with one placeholder for each of `pictures`."""
+    """An observation as text and as tokens. `request_ids`: with one image token for each of `pictures`."""
 
     token_ids: tuple[int, ...]
     text: str
-    short_ids: tuple[int, ...]
+    request_ids: tuple[int, ...]
     pictures: tuple[PictureRef, ...] = ()
 
 
@@ -254,7 +254,7 @@ async def _encoded(
 
     `said`: tokens of the model's last turn.
     """
-    before, room, shown = whole.short_ids, scene.limits.room - len(whole.token_ids), len(found.pictures)
+    before, room, shown = whole.request_ids, scene.limits.room - len(whole.token_ids), len(found.pictures)
     if shown and (scene.pictures is None or not scene.pictures.most):
         raise EnvironmentFault(
             "the environment shows a picture, but the job allows none",
@@ -274,7 +274,7 @@ async def _encoded(
 def _shown(
     found: Observation, made: tuple[int, ...], room: int, scene: EpisodeSetting, *, said: tuple[int, ...]
 ) -> ShownTokens:
-    """Render and tokenize an observation. `made`: the response so far, with one placeholder for each picture. Raises
+    """Render and tokenize an observation. `made`: the response so far, with one image token for each picture. Raises
     DataError, also if the text has another number of placeholders than pictures, and TextTooLong.
     """
     renderer, before, pictures = scene.renderer, scene.prompt_ids + made, scene.pictures
@@ -284,13 +284,13 @@ def _shown(
     if not text:
         return ShownTokens((), "", ())
     check_length(text, room, lambda part: renderer.encode_behind(before, part))
-    short_ids = ids = renderer.encode_behind(before, text)
+    request_ids = ids = short_ids = renderer.encode_behind(before, text)
     if pictures is not None:
         sizes = [(one.height, one.width) for one in found.pictures]
-        ids, short_ids = pictures.rule.expand(short_ids, sizes), pictures.rule.request_ids(short_ids, sizes)
+        ids, request_ids = pictures.rule.expand(short_ids, sizes), pictures.rule.request_ids(short_ids, sizes)
     plain = not found.messages and not found.pictures
     return ShownTokens(
-        ids, text if plain else decode_suffix(short_ids, before, renderer), short_ids, tuple(found.pictures)
+        ids, text if plain else decode_suffix(request_ids, before, renderer), request_ids, tuple(found.pictures)
     )
 
 

@@ -29,7 +29,7 @@ async def test_an_engine_samples_from_a_picture_that_only_the_controllers_node_h
     picture = PictureRef(str(file), hashlib.sha256(file.read_bytes()).hexdigest(), 64, 48, 64, 48)
     short = (4, VISION_START, IMAGE, VISION_END, 7)
     expanded = PictureRule.load(model).expand(short, [(64, 48)])
-    prompt = Prompt(PromptRef(0, 0, 0), "?", expanded, {}, "data", short_ids=short, pictures=(picture,))
+    prompt = Prompt(PromptRef(0, 0, 0), "?", expanded, {}, "data", request_ids=short, pictures=(picture,))
     stores: Any = TwoStores(own, other, http)
     media = JobMedia(stores, "job", "n1.1", set, frozenset, ChangeSignal(), str, SystemClock())
     asked = await media.in_request(prompt, trained=True)

@@ -97,7 +97,7 @@ def make_prompt(model: Path, folder: Path) -> Prompt:
     picture = PictureRef(str(file), hashlib.sha256(file.read_bytes()).hexdigest(), 32, 32, 32, 32)
     short = (4, VISION_START, IMAGE, VISION_END, 7)
     expanded = PictureRule.load(model).expand(short, [(32, 32)])
-    return Prompt(REF, "?", expanded, {}, "data", short_ids=short, pictures=(picture,))
+    return Prompt(REF, "?", expanded, {}, "data", request_ids=short, pictures=(picture,))
 
 
 def make_episodes(

@@ -206,7 +206,7 @@ def test_the_geometry3k_format_of_easyr1_loads_as_it_is(tmp_path: Path, saved: b
         pq.write_table(table, path / "train-00000-of-00001.parquet")
     prompts = all_prompts(prompts_of(path, tmp_path / "cache", prompt="problem"))
     assert [len(prompt.pictures) for prompt in prompts] == [1, 2]
-    assert prompts[1].short_ids.count(PAD) == 2
+    assert prompts[1].request_ids.count(PAD) == 2
     assert prompts[0].pictures[0] == prompts[1].pictures[0]
 
 

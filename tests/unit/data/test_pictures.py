@@ -123,14 +123,14 @@ def test_a_prompt_has_expanded_tokens_short_tokens_and_the_files_of_its_pictures
         (str(folder.path / "b.jpg"), "", 100, 200, 64, 128, 3 * 64 * 128),
     ]
     assert all(len(one.sha256) == 64 for one in prompt.pictures)
-    assert prompt.short_ids.count(PAD) == 2
+    assert prompt.request_ids.count(PAD) == 2
     assert prompt.token_ids.count(PAD) == 4 + 32
-    assert prompt.token_ids == rule.expand(prompt.short_ids, [(24, 40), (100, 200)])
+    assert prompt.token_ids == rule.expand_request(prompt.request_ids, [(24, 40), (100, 200)])
     assert prompt.text.count("<|vision_start|><|image_pad|><|vision_end|>") == 2
     assert ("<|im_start|>user" in prompt.text) == chat
     assert prompt.media == ()
-    first = prompt.short_ids.index(PAD)
-    assert (prompt.short_ids[first - 1], prompt.short_ids[first + 1]) == (START, END)
+    first = prompt.request_ids.index(PAD)
+    assert (prompt.request_ids[first - 1], prompt.request_ids[first + 1]) == (START, END)
 
 
 def test_messages_with_parts_and_own_paths_are_the_same_prompt_as_a_marker(folder: Folder) -> None:
@@ -144,7 +144,7 @@ def test_messages_with_parts_and_own_paths_are_the_same_prompt_as_a_marker(folde
     folder.write(*entries)
     source = folder.open().stream.sources[0]
     prompts = [source.prompt(number, PromptRef(0, 0, 0)) for number in range(len(entries))]
-    assert len({(prompt.text, prompt.token_ids, prompt.short_ids, prompt.pictures) for prompt in prompts}) == 1
+    assert len({(prompt.text, prompt.token_ids, prompt.request_ids, prompt.pictures) for prompt in prompts}) == 1
     assert len(prompts[0].pictures) == 1
 
 
@@ -154,7 +154,7 @@ def test_entries_without_pictures_are_as_in_a_source_without_pictures(folder: Fo
     plain = folder.first(images=None)
     for number in range(3):
         prompt = source.prompt(number, PromptRef(0, 0, 0))
-        assert (prompt.text, prompt.token_ids, prompt.short_ids, prompt.pictures) == (
+        assert (prompt.text, prompt.token_ids, prompt.request_ids, prompt.pictures) == (
             plain.text,
             plain.token_ids,
             (),

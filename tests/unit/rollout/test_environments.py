@@ -272,7 +272,7 @@ class Model:
         self._cut = cut
 
     async def __call__(self, whole: Transcript, most: int) -> Sample:
-        self.asked.append((Letters().decode(whole.short_ids), most, whole.turns + 1))
+        self.asked.append((Letters().decode(whole.request_ids), most, whole.turns + 1))
         line = self.lines.pop(0)
         ids = tuple(map(ord, line)) if line.endswith(">>") else (*map(ord, line), 0)
         reason: FinishReason = "length" if len(ids) > most else "stop"

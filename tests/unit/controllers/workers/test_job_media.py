@@ -111,7 +111,7 @@ class Blobs:
 
 def prompt(number: int = 0) -> Prompt:
     ids = (5, 7, 7, 7, 7, 6)
-    return Prompt(PromptRef(0, 0, number), "?", ids, {}, "data", short_ids=(5, 7, 6), pictures=(PICTURE,))
+    return Prompt(PromptRef(0, 0, number), "?", ids, {}, "data", request_ids=(5, 7, 6), pictures=(PICTURE,))
 
 
 def media_of(client: StoreClient, held: set[PromptRef], clock: FakeClock, away: StoreClient | None = None) -> JobMedia:
