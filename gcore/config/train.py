@@ -40,7 +40,7 @@ class LoraSpec(Section):
     rank: PositiveInt = Field(
         8, le=4096, description="Rank of each adapter: columns of one matrix and rows of the other"
     )
-    alpha: PositiveFloat | None = Field(
+    alpha: float | None = Field(
         None,
         ge=1e-6,
         le=1e6,
