@@ -55,7 +55,7 @@ ON_DEMAND = {
 }
 PROGRAM = f"""
 {BEFORE}
-import json, os
+import json, os, traceback
 def loaded(*names):
     return [name for name in names if name in sys.modules]
 results = {{}}
@@ -65,11 +65,16 @@ for name, start in {STARTS!r}.items():
 print(json.dumps(results), flush=True)
 for name, program in {ON_DEMAND!r}.items():
     if os.fork() == 0:
-        scope = {{"sys": sys}}
-        exec(program, scope)
+        scope = {{"sys": sys, "result": ["failed"]}}
+        try:
+            exec(program, scope)
+        except Exception:
+            traceback.print_exc()
         print(json.dumps({{name: scope["result"]}}), flush=True)
         os._exit(0)
     os.wait()
+sys.stderr.flush()
+os._exit(0)  # gloo's threads may stop the interpreter on its way out
 """
 
 
