@@ -32,7 +32,7 @@ from controllers.workers.job_media import JobMedia
 from gcore.config.reward import JudgeModel
 from gcore.config.spec import JobSpec, ModelSpec
 from gcore.data.dataset import DataChanged
-from gcore.data.stream import DataIdentity, identify_data, open_prompts
+from gcore.data.stream import DataIdentity, JobPrompts, identify_data, open_prompts
 from gcore.errors import GcoreError, LeaseLost, StoreUnavailable
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records.job import JobRecord, ModelFetch
@@ -68,6 +68,21 @@ def check_unchanged(job: JobRecord, data: DataIdentity) -> None:
     if job.held_out_digest and data.held_out != job.held_out_digest:
         raise DataChanged(
             "the held-out prompts have changed since the job was created", where=data.where_held_out, fix=PUT_BACK
+        )
+
+
+class ProcessorDiffers(DataChanged):
+    """A node's model has other settings of the image processor than the job was created with."""
+
+
+def check_processor(job: JobRecord, prompts: JobPrompts, model_dir: Path) -> None:
+    """Raise ProcessorDiffers if engines and ranks of this node would make other tensors of pictures than those of the node
+    that created the job. `model_dir`: the model on this node."""
+    if job.picture_settings and prompts.picture_settings != job.picture_settings:
+        raise ProcessorDiffers(
+            "the settings of the model's image processor differ from those with which the job was created",
+            where=str(model_dir),
+            fix="Copy preprocessor_config.json or processor_config.json from a node where the job runs",
         )
 
 
@@ -264,7 +279,9 @@ class Preparation:
 
     def _open(self, spec: JobSpec, job: JobRecord) -> JobData:
         check_unchanged(job, identify_data(spec, self.cache_dir))
-        prompts = open_prompts(spec, self.cache_dir, Path(spec.model.path))
+        model_dir = Path(spec.model.path)
+        prompts = open_prompts(spec, self.cache_dir, model_dir)
+        check_processor(job, prompts, model_dir)
         return make_job_data(spec, job.uid, prompts, self.scorer, self.judges(spec), self.media)
 
     def _is_counted_on(self) -> bool:

@@ -286,6 +286,12 @@ class JobPrompts:
         return self.identity.digest
 
     @property
+    def picture_settings(self) -> str:
+        """`PictureRule.settings` of the model's processor on this machine; empty if no source has pictures."""
+        opened = (*self.stream.sources, *(one.opened for one in self.evaluation))
+        return next((one.pictures.rule.settings for one in opened if one.pictures is not None), "")
+
+    @property
     def sources(self) -> Mapping[str, ResolvedSource]:
         """The training sources by name (`Prompt.source`)."""
         return {opened.name: opened.source for opened in self.stream.sources}

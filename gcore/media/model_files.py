@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from functools import cached_property
@@ -111,6 +112,12 @@ class ModelFiles:
                 if isinstance(found := ids.get(name), int):
                     return found
         raise self.error(f"the model's configuration has no {names[0]}")
+
+    @cached_property
+    def picture_settings(self) -> str:
+        """SHA-256 of the model's type and all settings of its image processor, 64 hex digits."""
+        settings = json.dumps([self.family, self.images], sort_keys=True)
+        return hashlib.sha256(settings.encode()).hexdigest()
 
     def error(self, what: str) -> DataError:
         """Return the error about a processor that cannot be used."""

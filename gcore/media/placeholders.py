@@ -93,6 +93,12 @@ class PictureRule(ABC):
         """The model type, such as qwen3_vl."""
         return self._folder.family
 
+    @property
+    def settings(self) -> str:
+        """SHA-256 of the model's type and its processor's settings, 64 hex digits. Equal files on two nodes mean that their
+        engines and ranks make the same tensors of a picture."""
+        return self._folder.picture_settings
+
     @cached_property
     def picture_text(self) -> str:
         """The text that stands for a picture in a plain-text prompt. It encodes to one placeholder and, if the model

@@ -141,6 +141,7 @@ class Submitter:
                 prompts=checked.prompts.prompts,
                 data_digest=checked.prompts.digest,
                 held_out_digest=checked.prompts.identity.held_out,
+                picture_settings=checked.prompts.picture_settings,
                 model_revision=checked.model.revision,
                 remote_code=(*checked.model.remote_code, *judge_remote_code(checked.judges)),
                 judge_revisions=judge_revisions(checked.judges),

@@ -280,7 +280,7 @@ class JobRecord(Record):
     nodes share no folder, each node has its own under this path (`controllers.storage.run_folder`).
     """
 
-    came_with: ClassVar[Mapping[str, int]] = {"adapter_digests": 3}
+    came_with: ClassVar[Mapping[str, int]] = {"adapter_digests": 3, "picture_settings": 3}
 
     uid: str
     name: str
@@ -294,6 +294,9 @@ class JobRecord(Record):
     """Digest of the dataset's content at creation: a prompt ref must always mean the same prompt."""
     held_out_digest: str = ""
     """Digest of the evaluation data, so that accuracies of one job are comparable; empty without evaluation."""
+    picture_settings: str = ""
+    """`PictureRule.settings` of the model's image processor at creation, so that engines and ranks of all nodes make the same
+    tensors of a picture; empty for jobs without pictures and of earlier releases."""
     model_revision: str = ""
     """Commit of a hub model at creation, so that all nodes load the same weights. Empty for a folder."""
     remote_code: tuple[str, ...] = ()

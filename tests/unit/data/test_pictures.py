@@ -12,11 +12,14 @@ from picture_files import encoded, picture
 from picture_models import token_ids, write_picture_model
 from prompt_sources import spec_tree
 
+from controllers.job.preparation import check_processor
 from gcore.config import parse_spec
 from gcore.config.spec import eval_sources, training_sources
+from gcore.data.dataset import DataChanged
 from gcore.data.pictures import PlacedPictures, place_pictures
 from gcore.data.stream import JobPrompts, PromptFiltered, check_lengths, identify_data, open_prompts
 from gcore.errors import DataError, SpecError
+from gcore.ledger.records.job import JobRecord
 from gcore.media.placeholders import PictureRule
 from gcore.types import Prompt, PromptRef
 
@@ -341,3 +344,42 @@ def test_contradicting_bounds_and_an_empty_marker_are_refused() -> None:
     ):
         with pytest.raises(SpecError, match=message):
             parse_spec(spec_tree({"path": "x.jsonl", "images": "images", **wrong}))
+
+
+# --- a node with another processor
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("image_mean", [0.1, 0.1, 0.1]), ("resample", 2), ("max_pixels", 4096), ("patch_size", 16)]
+)
+def test_each_setting_of_the_processor_counts(folder: Folder, name: str, value: Any) -> None:
+    before = PictureRule.load(folder.model).settings
+    change_processor(folder.model, **{name: value})
+    config = json.loads((folder.model / "config.json").read_text())
+    if name in config["vision_config"]:  # otherwise the model is refused
+        config["vision_config"][name] = value
+        (folder.model / "config.json").write_text(json.dumps(config))
+    assert PictureRule.load(folder.model).settings != before
+
+
+def change_processor(model: Path, **settings: Any) -> None:
+    file = model / "preprocessor_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | settings))
+
+
+def test_a_node_with_another_processor_waits_for_the_right_files(folder: Folder) -> None:
+    folder.write({"prompt": "<image>Hi", "images": ["a.png"]})
+    prompts = folder.open()
+    known = {"uid": "u", "name": "j", "spec": {}, "run_dir": "r", "created": 0.0, "prompts": 1}
+    job = JobRecord(**known, picture_settings=prompts.picture_settings)
+    assert len(prompts.picture_settings) == 64
+    check_processor(job, prompts, folder.model)
+    change_processor(folder.model, image_mean=[0.1, 0.1, 0.1])  # as many tokens, other tensors
+    check_processor(JobRecord(**known), folder.open(), folder.model)  # of a release that did not record it
+    with pytest.raises(DataChanged, match=r"model: the settings of the model's image processor differ.*Copy preproc"):
+        check_processor(job, folder.open(), folder.model)
+
+
+def test_jobs_without_pictures_record_no_processor(folder: Folder) -> None:
+    folder.write({"prompt": "Hi"})
+    assert folder.open(images=None).picture_settings == ""

@@ -38,7 +38,7 @@ def checked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Model and data are not looked at."""
     from types import SimpleNamespace
 
-    prompts = SimpleNamespace(prompts=9, digest="d", identity=SimpleNamespace(held_out=""))
+    prompts = SimpleNamespace(prompts=9, digest="d", picture_settings="", identity=SimpleNamespace(held_out=""))
     model = SimpleNamespace(revision="", remote_code=())
     job: Any = SimpleNamespace(prompts=prompts, model=model, judges={}, attention_equals_at=8, models=None)
 
