@@ -6,6 +6,7 @@ All are small and frozen. This module does not depend on the store, engines or t
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import struct
 from collections.abc import Mapping, Sequence
@@ -384,6 +385,14 @@ class Sample:
     def own_tokens(self) -> int:
         """Number of tokens that the policy generated, without observed ones. This is what gcore calls response length."""
         return len(self.token_ids) - sum(end - start for start, end in self.observed)
+
+    @property
+    def own_token_ids(self) -> tuple[int, ...]:
+        """The tokens that the policy generated."""
+        if not self.observed:
+            return self.token_ids
+        edges = [0, *(edge for range_ in self.observed for edge in range_), len(self.token_ids)]
+        return tuple(itertools.chain(*(self.token_ids[a:b] for a, b in zip(edges[::2], edges[1::2], strict=True))))
 
     @property
     def oldest(self) -> Version:

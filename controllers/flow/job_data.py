@@ -12,6 +12,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -22,7 +23,9 @@ from gcore.config.spec import JobSpec, eval_sources, training_sources
 from gcore.data.stream import EvalPromptSource, JobPrompts, PromptStream
 from gcore.errors import EngineError, EngineUnreachable
 from gcore.ledger.records.cluster import patch_cost
+from gcore.media.model_files import media_token_ids
 from gcore.media.pictures import PictureError
+from gcore.models.checks import read_config
 from gcore.reward.api import PictureFile, Response, RewardError, RewardResult, Scored
 from gcore.reward.judges.judge import Judge
 from gcore.reward.pool import FunctionScorer
@@ -53,6 +56,8 @@ class JobData:
     """The held-out prompts, in the order of the spec."""
     evaluated: Mapping[str, SourcePipeline]
     """The pipelines of the evaluation sets, by set."""
+    media_tokens: frozenset[int] = frozenset()
+    """Token IDs that stand for media in the model."""
 
     def picture_work(self, group: Group) -> PictureWork:
         """The work of the vision tower for the distinct pictures of a group, forward and backward."""
@@ -92,6 +97,7 @@ def make_job_data(
         sources={s.name: SourcePipeline(s, sampling_of(spec, s), rewards, media) for s in trained},
         evaluation=prompts.evaluation,
         evaluated={s.name: SourcePipeline(s, sampling_of(spec, s), rewards, media) for s in held_out},
+        media_tokens=frozenset(media_token_ids(read_config(Path(spec.model.path)))),
     )
 
 

@@ -230,7 +230,8 @@ class JobBatch:
         try:
             result = check_production(await produce, ref)
             if isinstance(result, Group):
-                if (why := untrainable_reason(result, self._context.data.spec.train)) is not None:
+                data = self._context.data
+                if (why := untrainable_reason(result, data.spec.train, data.media_tokens)) is not None:
                     raise RewardError(why, fix="Correct the flow, or choose another flow for this estimator")
                 self._context.check_filtered(result)
                 # A flow that builds its groups itself may leave the source empty.

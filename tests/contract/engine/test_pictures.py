@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import io
+import shutil
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
@@ -17,6 +18,7 @@ import torch
 from engine_contract import FIRST, OF_SGLANG, TOLERANCE, generate, post, spans
 from engine_processes import HF, TORCH, SglangProcess, engine_process
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from trainer_process import Trainer, free_port, joined, updated
 from transformers import AutoModelForImageTextToText
 
@@ -100,8 +102,8 @@ def loaded(folder: Path) -> tuple[Any, PictureProcessor]:
     return AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32), PictureProcessor(folder)
 
 
-def plain_logprobs(folder: Path, ids: list[int], pictures: list[bytes]) -> torch.Tensor:
-    """[token, vocabulary] from one forward pass of the plain model, without media tokens."""
+def plain_logprobs(folder: Path, ids: list[int], pictures: list[bytes], *, masked: bool = True) -> torch.Tensor:
+    """[token, vocabulary] from one forward pass of the plain model. `masked`: without media tokens."""
     model, processor = loaded(folder)
     tokens = torch.tensor([ids])
     read = [processor.read(hashlib.sha256(one).hexdigest(), one) for one in pictures]
@@ -110,7 +112,8 @@ def plain_logprobs(folder: Path, ids: list[int], pictures: list[bytes]) -> torch
         more = picture_arguments(read, torch.device("cpu")) | {"mm_token_type_ids": (tokens == IMAGE).int()}
     with torch.inference_mode():
         logits = model(input_ids=tokens, use_cache=False, **more).logits[0]
-        logits[:, list(media_token_ids(model.config))] = -torch.inf
+        if masked:
+            logits[:, list(media_token_ids(model.config))] = -torch.inf
         return torch.log_softmax(logits, -1)
 
 
@@ -204,6 +207,28 @@ async def test_media_tokens_are_never_sampled(seeing: Seeing, http: httpx.AsyncC
     picture = text_of(make_picture(32, 32))
     answer = await answered(seeing, http, short([4, 9], [7]), [picture], **params)
     assert not {VISION_START, IMAGE} & set(answer["output_ids"])
+
+
+async def test_media_tokens_have_no_probability_for_weights_that_favour_them(
+    seeing: Seeing, changing: httpx.AsyncClient, tmp_path: Path
+) -> None:
+    model, _ = loaded(seeing.model)
+    favouring = tmp_path / "favouring"
+    shutil.copytree(seeing.model, favouring)
+    tensors = load_file(favouring / "model.safetensors")
+    head = "lm_head.weight" if "lm_head.weight" in tensors else "model.language_model.embed_tokens.weight"
+    assert tensors[head].shape == model.lm_head.weight.shape
+    for token in (VISION_START, IMAGE):
+        tensors[head][token] *= 100
+    save_file(tensors, favouring / "model.safetensors", metadata={"format": "pt"})
+    await post(changing, "/update_weights_from_disk", model_path=str(favouring), weight_version="0.1")
+    picture, ids = make_picture(32, 32), short([4, 9], [7])
+    answer = await answered(seeing, changing, ids, [text_of(picture)], max_new_tokens=40, ignore_eos=True)
+    whole = expanded(ids, [4]) + answer["output_ids"]
+    assert not {VISION_START, IMAGE} & set(answer["output_ids"])
+    check(replace(seeing, model=favouring), answer, expanded(ids, [4]), [picture])
+    table = plain_logprobs(favouring, whole, [picture], masked=False)
+    assert float(table[len(whole) - 40 :, [VISION_START, IMAGE]].exp().sum(-1).max()) > 0.9  # without the mask
 
 
 def stored(seeing: Seeing, picture: bytes) -> Medium:

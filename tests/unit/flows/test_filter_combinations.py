@@ -193,6 +193,16 @@ def test_a_flows_group_of_one_fails_its_prompt_where_a_group_is_compared() -> No
     assert "without samples" in (untrainable_reason(group(), spec(loss="sft").train) or "")
 
 
+def test_a_response_with_media_tokens_of_its_own_fails_its_prompt() -> None:
+    span = VersionSpan(Version(0, 0), 0, 4)
+    sample = Sample((5, 6, 7, 8), (-0.1,) * 4, "x", "stop", (span,), observed=((1, 2), (3, 4)))
+    assert sample.own_token_ids == (5, 7)
+    made = replace(group(1.0, 0.0), samples=(sample, sample))
+    for token, refused in {5: True, 6: False, 7: True, 8: False}.items():
+        why = untrainable_reason(made, spec().train, frozenset({token}))
+        assert (why is not None and f"has token {token}, which stands for media" in why) is refused
+
+
 def test_a_flows_group_without_a_baseline_fails_its_prompt_where_one_is_needed() -> None:
     assert "without a baseline" in (untrainable_reason(group(1.0), spec(advantage="remax").train) or "")
     assert untrainable_reason(group(1.0, baseline=0.0), spec(advantage="remax").train) is None

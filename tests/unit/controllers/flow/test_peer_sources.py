@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -131,8 +131,11 @@ class Engines:
 class Alone:
     """A job with one controller, which is this one."""
 
-    def __init__(self, tmp_path: Path, **rollout: Any) -> None:
+    def __init__(self, tmp_path: Path, *, config: Mapping[str, Any] | None = None, **rollout: Any) -> None:
+        """`config`: content of the model's config.json."""
         write_data(tmp_path)
+        if config is not None:
+            (tmp_path / "model" / "config.json").write_text(json.dumps(config))
         self.spec = make_spec(tmp_path, **rollout)
         self.prompts = open_prompts(self.spec, tmp_path, tmp_path / "model")
         self.clock = FakeClock()
@@ -358,6 +361,16 @@ async def test_a_prompt_whose_engine_cannot_be_reached_waits_longer_each_time(tm
     ended = job.buffer.outcomes[prompt.ref]
     assert (ended.kind, ended.source) == ("failed", "sums")
     assert ended.reason == "sampled 4 times; the last error: gone"
+
+
+async def test_a_prompt_fails_if_an_engine_samples_a_media_token(tmp_path: Path) -> None:
+    config = {"max_position_embeddings": 32, "vision_config": {}, "image_token_id": 7}  # the engine answers with 7
+    job = Alone(tmp_path, config=config)
+    prompt = job.prompt("sums")
+    await produced(job, prompt)
+    ended = job.buffer.outcomes[prompt.ref]
+    assert ended.kind == "failed"
+    assert ended.reason.startswith("a response (sample 0) has token 7, which stands for media and cannot be trained")
 
 
 async def test_an_engine_that_refused_is_asked_again_at_once(tmp_path: Path) -> None:

@@ -224,7 +224,8 @@ class Peer:
         self.faults = SimpleNamespace(note=lambda what, trace="": None)
         rollout = SimpleNamespace(staleness=staleness)
         flow = SimpleNamespace(max_reissues=1)
-        self.data = SimpleNamespace(spec=SimpleNamespace(rollout=rollout, flow=flow, train=SPEC.train))
+        spec = SimpleNamespace(rollout=rollout, flow=flow, train=SPEC.train)
+        self.data = SimpleNamespace(spec=spec, media_tokens=frozenset())
         self.rules = replace(RULES, staleness=staleness)
 
     def look(self) -> Any:
