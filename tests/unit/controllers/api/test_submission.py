@@ -15,6 +15,7 @@ from controllers.api.submission.checks import (
     MIN_FREE_BYTES,
     MOST_FOR_EVER,
     check_backend,
+    check_blob_stores,
     check_kept_checkpoints,
     check_picture_model,
     check_ranks,
@@ -34,6 +35,7 @@ from gcore.store.reference import StoreRef
 from gcore.store.types import Put
 from gcore.testing import FakeClock, MemoryCluster, MemoryStore
 
+GOLDEN = Path(__file__).parents[3] / "golden" / "records_of_version_2"
 LINES = [f'{{"prompt": "{i}+1=", "answer": "{i + 1}"}}' for i in range(4)]
 
 
@@ -175,6 +177,17 @@ def test_an_engine_that_serves_no_pictures_of_a_model_is_refused_by_the_models_t
     with pytest.raises(SpecError, match=r"rollout\.engine: the engine sglang serves pictures only .* not smolvlm"):
         check_picture_model(spec, tmp_path)
     check_picture_model(parse_spec(tree | {"rollout": {"max_new_tokens": 4}}), tmp_path)
+
+
+def test_a_job_with_pictures_is_refused_while_a_node_is_of_an_earlier_release() -> None:
+    tree = {"name": "j", "model": {"path": "m"}, "flow": {"steps": 1}, "rollout": {"max_new_tokens": 4}}
+    seeing = parse_spec(tree | {"data": {"path": "d", "images": "images"}})
+    old = NodeRecord.decode((GOLDEN / "gcore.ledger.records.job.NodeRecord.json").read_bytes())
+    new = old.model_copy(update={"name": "new", "blobs": "http://127.0.0.1:1"})
+    check_blob_stores(seeing, [new])
+    check_blob_stores(parse_spec(tree | {"data": {"path": "d"}}), [new, old])
+    with pytest.raises(SpecError, match=rf"data\.images: {old.name} cannot store pictures.*upgrade older nodes"):
+        check_blob_stores(seeing, [new, old])
 
 
 def spec_of_ranks(ranks: int | None) -> JobSpec:
