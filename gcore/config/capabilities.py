@@ -139,6 +139,10 @@ PICTURE_MODELS: Mapping[str, tuple[str, ...]] = {"sglang": ("qwen3_vl",)}
 """By engine: the model types of which it serves pictures. Other engines that serve pictures do so for all types that gcore
 supports (`gcore.media.placeholders`)."""
 
+PICTURE_CLASSIFIERS = ("gemma3", "qwen3_5")
+"""The model types of classifiers that see pictures. transformers has sequence-classification heads with pictures for no
+other type that gcore supports."""
+
 BACKENDS: Mapping[str, BackendCapabilities] = {
     "deepspeed": BackendCapabilities(
         package="deepspeed",

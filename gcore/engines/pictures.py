@@ -29,6 +29,7 @@ from gcore.models.vision import (
     PictureTensors,
     PositionCounter,
     TokenCounter,
+    image_features,
     image_token_id,
     picture_arguments,
     type_argument,
@@ -179,6 +180,9 @@ class PictureFeatures:
     def __init__(self, module: Any, reader: PictureReader) -> None:
         self.reader = reader
         self._module = module
+        features = image_features(module)
+        assert features is not None
+        self._compute = features
         self._is_list = True
 
     def compute(self, parts: Sequence[PassPart]) -> None:
@@ -191,7 +195,7 @@ class PictureFeatures:
         if not distinct:
             return
         device = next(self._module.parameters()).device
-        made = self._module.get_image_features(**picture_arguments(list(distinct.values()), device), return_dict=True)
+        made = self._compute(**picture_arguments(list(distinct.values()), device), return_dict=True)
         self._is_list = not isinstance(made.pooler_output, torch.Tensor)
         levels = getattr(made, "deepstack_features", None) or ()
         number = {name: i for i, name in enumerate(distinct)}

@@ -63,12 +63,12 @@ class PictureRule(ABC):
                 where=str(files.path),
                 fix="Use a vision-language model, or remove data.images",
             )
-        kind = _FAMILIES.get(files.family)
+        kind = FAMILIES.get(files.family)
         if kind is None:
             raise DataError(
                 f"pictures are not supported for models of the type {files.family!r}",
                 where=str(files.path),
-                fix=f"Use a model of one of these types: {', '.join(sorted(_FAMILIES))}",
+                fix=f"Use a model of one of these types: {', '.join(sorted(FAMILIES))}",
             )
         if not files.images:
             raise DataError(
@@ -530,12 +530,13 @@ class TiledRule(PictureRule):
         return tuple(ranges)
 
 
-_FAMILIES: Mapping[str, Any] = {
+FAMILIES: Mapping[str, Any] = {
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), SmartResizeRule),
     **dict.fromkeys(("idefics3", "smolvlm"), TiledRule),
     "gemma3": WrappedRule,
     "llava": FixedRule,
 }
+"""The rules by model type."""
 
 
 def _scale_to(height: int, width: int, longest: int) -> Size:

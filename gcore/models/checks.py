@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from gcore.config.capabilities import PICTURE_CLASSIFIERS
 from gcore.errors import DataError, SpecError
 from gcore.models.hubs import ADAPTER_CONFIG, INDEX, WHOLE, ModelError
 from gcore.models.tensors import check_weight_file
@@ -249,12 +250,25 @@ UNTOLD_LABELS = 2
 """Number of labels that transformers assumes if the configuration states none."""
 
 
-def check_classifier(config: Mapping[str, Any], *, where: str) -> None:
+def without_picture_head(config: Mapping[str, Any], *, where: str) -> ModelError:
+    """Return the error for a classifier of a type that cannot see pictures. Arguments: as of `check_classifier`."""
+    types = " and ".join(PICTURE_CLASSIFIERS)
+    return ModelError(
+        f"a classifier of the type {config.get('model_type')!r} cannot see pictures: transformers has "
+        f"sequence-classification heads with pictures for the types {types} only",
+        where=where,
+        fix=f"Use a classifier of the type {' or '.join(PICTURE_CLASSIFIERS)}, or a judge with kind: generative",
+    )
+
+
+def check_classifier(config: Mapping[str, Any], *, where: str, pictures: bool = False) -> None:
     """Raise ModelError unless the model can serve as a reward model: a sequence-classification head with one label.
 
-    `config`: the folder's config.json. `where`: the folder, for the error. Relies on the configuration; loading the
-    model checks the head's weights. Needs no torch.
+    `config`: the folder's config.json. `where`: the folder, for the error. `pictures`: whether it must see them. Relies on
+    the configuration; loading the model checks the head's weights. Needs no torch.
     """
+    if pictures and config.get("vision_config") is not None and config.get("model_type") not in PICTURE_CLASSIFIERS:
+        raise without_picture_head(config, where=where)
     names = config.get("architectures")
     named = [str(name) for name in names] if isinstance(names, list) else []
     if not any(name.endswith(HEAD) for name in named):

@@ -194,12 +194,19 @@ def picture_arguments(pictures: Sequence[PictureTensors], device: torch.device) 
     return {name: torch.cat([one.arguments[name] for one in pictures]).to(device) for name in names}
 
 
+def image_features(module: Any) -> Callable[..., Any] | None:
+    """The method that runs the vision tower; None for a text model. Classifiers have it in the model below their head."""
+    inner = getattr(module, "model", None)
+    found: Callable[..., Any] | None = getattr(module, "get_image_features", None)
+    return getattr(inner, "get_image_features", None) if found is None else found
+
+
 class TokenCounter:
     """Counts the placeholders of a picture in the tokens of a model."""
 
     def __init__(self, module: nn.Module) -> None:
         model: Any = module
-        self._features: Callable[..., Any] = getattr(model, "get_image_features", lambda **_: None)
+        self._features: Any = image_features(module)
         self._device: torch.device = next(module.parameters()).device
         merge = getattr(getattr(model.config, "vision_config", None), "spatial_merge_size", None)
         self._patches = None if merge is None else int(merge) ** 2

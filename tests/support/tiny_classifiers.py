@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 from gcore.testing.models import CHARACTERS, SPECIAL, VOCABULARY, save_tokenizer
+from gcore.testing.vision_models import make_tiny_vision_model
 
 
 def make_tiny_classifier(
@@ -75,5 +77,40 @@ def make_liking_classifier(folder: Path, likes: str, *, context: int = 1024) -> 
         layer.self_attn.v_proj.weight[0, sign] = 1.0
         layer.self_attn.o_proj.weight[share, 0] = 1.0
         model.score.weight[0, share] = 1.0
+    model.save_pretrained(folder)
+    return folder
+
+
+SeeingKind = Literal["gemma3", "qwen3_5"]
+
+
+def make_tiny_seeing_classifier(folder: Path, kind: SeeingKind = "gemma3", *, seed: int = 0) -> Path:
+    """A random classifier that sees pictures. Its tokens, and the sizes of pictures, are those of `make_tiny_vision_model`."""
+    import torch
+    from transformers import AutoConfig, AutoModelForSequenceClassification
+
+    if kind == "gemma3":
+        config = AutoConfig.from_pretrained(make_tiny_vision_model(folder, "gemma3"))
+    else:
+        qwen3 = AutoConfig.from_pretrained(make_tiny_vision_model(folder, "qwen3_vl")).to_dict()
+        kept = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+        text, tower = qwen3["text_config"], qwen3["vision_config"]
+        for section in (text, tower):
+            del section["model_type"]
+        del tower["deepstack_visual_indexes"]
+        heads = {"linear_num_key_heads": 2, "linear_num_value_heads": 2}
+        heads |= {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
+        # One layer of each kind.
+        text |= heads | {"layer_types": ["linear_attention", "full_attention"]}
+        text["rope_parameters"] |= {"partial_rotary_factor": 1.0}
+        own = {name: qwen3[name] for name in kept}
+        config = AutoConfig.for_model("qwen3_5", text_config=text, vision_config=tower, **own)
+    config.num_labels = 1
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = AutoModelForSequenceClassification.from_config(config)
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                torch.nn.init.normal_(parameter, std=(parameter.numel() / parameter.shape[0]) ** -0.5)
     model.save_pretrained(folder)
     return folder

@@ -212,6 +212,9 @@ Texts = Annotated[list[str], Field(fail_fast=True)]
 Picture = str | dict[str, Any]
 """A picture of a request: base64, a data URL, the path of a blob, or `{"blob": "sha256:HEX"}`."""
 
+ImageData = Picture | list[Picture] | list[list[Picture]] | None
+"""The field `image_data` of a request. In a batch it has a list for each prompt."""
+
 UNSERVED_FIELDS = frozenset(
     [
         "input_embeds",
@@ -260,7 +263,7 @@ class _GenerateFields(BaseModel):
     return_text_in_logprobs: bool | None = None
     stream: bool | None = None
     lora_path: str | Annotated[list[str | None], Field(fail_fast=True)] | None = None
-    image_data: Picture | list[Picture] | list[list[Picture]] | None = None
+    image_data: ImageData = None
     return_prompt_token_ids: bool | None = None
 
 
@@ -334,7 +337,7 @@ def generate_body(value: Any) -> GenerateCall:
         stream=bool(body.stream),
         is_list=is_batch or several,
         adapters=_adapters(body, prompts, is_batch=is_batch),
-        pictures=_pictures(body, prompts, is_batch=is_batch),
+        pictures=request_pictures(body.image_data, prompts, is_batch=is_batch),
         returns_prompt=bool(body.return_prompt_token_ids),
     )
 
@@ -348,9 +351,10 @@ def _adapters(body: _GenerateFields, prompts: Sequence[object], *, is_batch: boo
     return tuple(name or None for name in each)
 
 
-def _pictures(body: _GenerateFields, prompts: Sequence[object], *, is_batch: bool) -> tuple[tuple[Picture, ...], ...]:
-    """Return the pictures of each prompt. In a batch, `image_data` has a list for each prompt."""
-    given = body.image_data
+def request_pictures(
+    given: ImageData, prompts: Sequence[object], *, is_batch: bool, noun: str = "prompt"
+) -> tuple[tuple[Picture, ...], ...]:
+    """Return the pictures of each prompt from `image_data`; empty if none has any. Raises EngineError."""
     if not given:
         return ()
     if not is_batch:
@@ -359,7 +363,7 @@ def _pictures(body: _GenerateFields, prompts: Sequence[object], *, is_batch: boo
             listed = [one for inner in listed for one in inner]
         return (tuple(listed),)  # type: ignore[arg-type]
     if not isinstance(given, list) or len(given) != len(prompts) or not all(isinstance(one, list) for one in given):
-        raise EngineError("image_data of a batch is not a list with one list for each prompt")
+        raise EngineError(f"image_data of a batch is not a list with one list for each {noun}")
     return tuple(tuple(one) for one in given)
 
 

@@ -6,15 +6,20 @@ The padding token is that of the configuration, or, if it has none, a token that
 trial at start checks whether a padded pass gives the same scores as single questions; if it does not, the model scores
 one question at a time.
 
+Models of the types in `PICTURE_CLASSIFIERS` also take pictures, in the form of `/generate` (`gcore.engines.pictures`). A
+question has one image token for each picture. The features of a picture are computed once in a pass, however many
+questions show it. The trial compares questions with pictures also with the model's own pass over them.
+
 Order of this module: choice of a batch, the body of `/classify`, the model, the engine core, the request handler, the
 routes.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -26,12 +31,25 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 from transformers import AutoModelForSequenceClassification
+from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as HEADS
 
+from gcore.config.capabilities import PICTURE_CLASSIFIERS
 from gcore.engines.detokenizer import Detokenizer
 from gcore.engines.launch import EngineLaunch
+from gcore.engines.pictures import PassPart, PictureFeatures, PictureReader, PreparedPictures, pass_positions
 from gcore.engines.request import ABORTED, Finish, check_token_ids
 from gcore.engines.serving.http import ApiKeys, answer_errors, checked_body, read_body
-from gcore.engines.serving.io_struct import IdLists, Ids, Texts, json_number, refuse_fields, request_names
+from gcore.engines.serving.io_struct import (
+    IdLists,
+    Ids,
+    ImageData,
+    Picture,
+    Texts,
+    json_number,
+    refuse_fields,
+    request_names,
+    request_pictures,
+)
 from gcore.engines.serving.routes import (
     CLIENT_CLOSED_REQUEST,
     bind_engine,
@@ -57,7 +75,8 @@ from gcore.engines.torch.scheduler import IDLE_TOKENS
 from gcore.engines.torch.weight_routes import WeightRoutes
 from gcore.errors import DataError, EngineError, one_line
 from gcore.models.adapter_checks import BaseFiles
-from gcore.models.checks import check_classifier, check_code, require_config
+from gcore.models.checks import check_classifier, check_code, require_config, without_picture_head
+from gcore.models.vision import has_processor, has_vision, media_token_ids, picture_arguments
 from gcore.system.clock import Clock
 
 WINDOW = 1024
@@ -88,7 +107,6 @@ def choose_batch(lengths: Sequence[int], *, slots: int, tokens: int) -> list[int
 UNSERVED_FIELDS = frozenset(
     [
         "input_embeds",
-        "image_data",
         "video_data",
         "audio_data",
         "embed_overrides",
@@ -111,15 +129,24 @@ class _ClassifyFields(BaseModel):
     text: str | Texts | None = None
     input_ids: Ids | IdLists | None = None
     rid: str | Texts | None = None
+    image_data: ImageData = None
+    return_prompt_token_ids: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class ClassifyRequest:
-    """A checked request to `/classify`. `rids`: the client's request IDs. `is_list`: whether the response is a list."""
+    """A checked request to `/classify`. `rids`: the client's request IDs. `is_list`: whether the response is a list.
+
+    `pictures`: those of each question, from `image_data`; empty if none has any. Where they belong in a question is
+    decided by the model (`Classifier.place_pictures`).
+    """
 
     questions: tuple[str | list[int], ...]
     rids: tuple[str, ...] | None
     is_list: bool
+    pictures: tuple[Sequence[Any], ...] = ()
+    returns_prompt: bool = False
+    """Whether each body has the question's tokens, with all placeholders of pictures."""
 
 
 def classify_body(value: Any) -> ClassifyRequest:
@@ -137,11 +164,23 @@ def classify_body(value: Any) -> ClassifyRequest:
     is_list = isinstance(given, list) and (body.text is not None or isinstance(given[0], list))
     questions: list[Any] = list(given) if is_list else [given]
     names = request_names(body.rid, questions, "questions", is_batch=is_list, is_list=is_list)
-    return ClassifyRequest(tuple(questions), names, is_list)
+    pictures: tuple[tuple[Picture, ...], ...] = request_pictures(
+        body.image_data, questions, is_batch=is_list, noun="question"
+    )
+    return ClassifyRequest(
+        tuple(questions),
+        names,
+        is_list,
+        pictures if any(pictures) else (),
+        returns_prompt=bool(body.return_prompt_token_ids),
+    )
 
 
 TRIED = (3, 1, 7, 5)
 """Lengths in tokens of the questions of the trial at start."""
+
+TRIED_PICTURES = (((32, 32),), ((64, 48), (32, 32)))
+"""Heights and widths in pixels of the pictures in further questions of the trial, if the model takes pictures."""
 
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.02}
 """Allowed difference between a question's scores in a padded batch and alone, relative to the larger of 1 and the
@@ -166,9 +205,41 @@ class Classifier:
     """Whether questions of different lengths can share a pass."""
     asleep: bool = False
     """Whether the weights are released."""
+    vision: PictureFeatures | None = None
+    """Runs the vision tower; None: the model takes no pictures."""
 
-    def scores(self, questions: Sequence[Sequence[int]]) -> list[float]:
-        """Return the score of each question, from one forward pass over all of them."""
+    @property
+    def takes_pictures(self) -> bool:
+        """Whether questions may have pictures."""
+        return self.vision is not None
+
+    def read_pictures(self, given: Sequence[Any]) -> Sequence[Any]:
+        """Read the pictures of a question from a request. Any thread. Raises EngineError, also if the model takes none."""
+        if self.vision is None:
+            raise EngineError(
+                "this engine takes no pictures",
+                fix=f"Serve a classifier of the type {' or '.join(PICTURE_CLASSIFIERS)} with its image processor",
+            )
+        return self.vision.reader.read(given)
+
+    def place_pictures(
+        self, question: Sequence[int], pictures: Sequence[Any]
+    ) -> tuple[tuple[int, ...], PreparedPictures | None]:
+        """Return the question with all placeholders of `pictures` (from `read_pictures`), and its pictures; None: it has
+        none. Raises EngineError if the question has another number of placeholders than pictures.
+        """
+        if self.vision is None:
+            return tuple(question), None
+        expanded = self.vision.reader.expand(question, pictures)
+        return expanded, self.vision.reader.prompt(expanded, pictures)
+
+    def scores(
+        self, questions: Sequence[Sequence[int]], pictures: Sequence[PreparedPictures | None] = ()
+    ) -> list[float]:
+        """Return the score of each question, from one forward pass over all of them.
+
+        `pictures`: those of each question, which has all their placeholders; empty: no question has any.
+        """
         longest = max(map(len, questions))
         padding = self._padding(questions)
         ids = torch.full((len(questions), longest), padding or 0, dtype=torch.long)
@@ -178,15 +249,32 @@ class Classifier:
             mask[row, : len(question)] = 1
         place = self.shape.device
         # An all-ones mask would only disable the faster attention kernels.
-        given = {} if bool(mask.all()) else {"attention_mask": mask.to(place)}
+        given: dict[str, Any] = {} if bool(mask.all()) else {"attention_mask": mask.to(place)}
         config = self.module.config.get_text_config()
         named, config.pad_token_id = config.pad_token_id, padding
         try:
             with torch.inference_mode():
+                given |= self._picture_arguments(questions, pictures, ids)
                 logits: torch.Tensor = self.module(input_ids=ids.to(place), **given).logits
         finally:
             config.pad_token_id = named
         found: list[float] = logits.reshape(len(questions), -1)[:, 0].float().tolist()
+        return found
+
+    def _picture_arguments(
+        self, questions: Sequence[Sequence[int]], pictures: Sequence[PreparedPictures | None], ids: torch.Tensor
+    ) -> dict[str, Any]:
+        """The arguments of a forward pass for the pictures of its questions; runs the vision tower."""
+        if self.vision is None or not any(one is not None for one in pictures):
+            return {}
+        parts = [
+            PassPart(question, 0, len(question), its, None) for question, its in zip(questions, pictures, strict=True)
+        ]
+        self.vision.compute(parts)
+        found = self.vision.arguments(parts, ids.to(self.shape.device))
+        if self.vision.reader.three:
+            positions = pass_positions(parts, ids.shape[1], three=True)
+            found["position_ids"] = positions.to(self.shape.device)
         return found
 
     def _padding(self, questions: Sequence[Sequence[int]]) -> int | None:
@@ -209,14 +297,18 @@ def load_classifier(
     context: int | None,
     text: Detokenizer | None,
     trust_remote_code: bool = False,
+    blobs: Path | None = None,
 ) -> Classifier:
     """Load a classifier from a local folder. Raises DataError if it cannot be served.
 
     `context`: maximum context length in tokens; None: the model's. `text`: the tokenizer, whose vocabulary is checked.
+    `blobs`: folder of the job's pictures.
     """
     config = require_config(folder)
     check_code(config, trusted=trust_remote_code, where=str(folder))
     check_classifier(config, where=str(folder))
+    if has_vision(config) and config.get("model_type") not in HEADS and not trust_remote_code:
+        raise without_picture_head(config, where=str(folder))
     module = load_module(AutoModelForSequenceClassification, folder, DTYPES[dtype], trust_remote_code=trust_remote_code)
     c = module.config.get_text_config()
     c.use_cache = False  # no tokens follow a question
@@ -228,6 +320,8 @@ def load_classifier(
     limit = _longest(module)
     length = min(limit, context or limit) if limit else context or CONTEXT
     model = Classifier(module, folder, CacheShape((), DTYPES[dtype], place), vocabulary, length)
+    if config.get("model_type") in PICTURE_CLASSIFIERS and has_vision(config) and has_processor(folder):
+        model.vision = PictureFeatures(module, PictureReader(module, folder, blobs))
     _try(model)
     return model
 
@@ -245,26 +339,71 @@ def _longest(module: Any) -> int | None:
     return int(limit) if limit else None
 
 
+FAILURES = (RuntimeError, ValueError, TypeError, IndexError, AttributeError)
+"""What a model raises for a pass that it cannot run."""
+
+
 def _try(model: Classifier) -> None:
-    """Set `model.pads` by comparing scores of questions in a padded batch and alone. Raises DataError if scoring fails."""
-    tokens = [token for token in range(model.vocabulary) if token != model.module.config.get_text_config().pad_token_id]
+    """Set `model.pads` by comparing scores of questions in a padded batch and alone. Raises DataError if scoring fails, or
+    if it gives other scores of questions with pictures than the model's own pass.
+    """
+    unusual = {model.module.config.get_text_config().pad_token_id, *media_token_ids(model.module.config)}
+    tokens = [token for token in range(model.vocabulary) if token not in unusual]
     tried = [[tokens[(7 * i + n) % len(tokens)] for i in range(min(n, model.context))] for n in TRIED]
+    shown: list[PreparedPictures | None] = [None] * len(tried)
     try:
-        alone = [model.scores([question])[0] for question in tried]
-    except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as error:
+        for question, pictures in _questions_with_pictures(model, tokens):
+            tried.append(question)
+            shown.append(pictures)
+        alone = [model.scores([question], [its])[0] for question, its in zip(tried, shown, strict=True)]
+        for question, its, score in zip(tried, shown, alone, strict=True):
+            if its is not None and not _equal(model, own := _own_score(model, question, its), score):
+                raise ValueError(f"a question with pictures scores {score:g}, but {own:g} in the model's own pass")
+    except FAILURES as error:
         raise DataError(
             f"the torch engine cannot serve this classifier ({one_line(error)})",
             where=str(model.folder),
-            fix="Serve it with SGLang instead",
+            fix="Use another model" if model.vision is not None else "Serve it with SGLang instead",
         ) from error
-    tolerance = TOLERANCES[model.shape.dtype]
     try:
-        together = model.scores(tried)
-    except (RuntimeError, ValueError, TypeError, IndexError, AttributeError):
+        together = model.scores(tried, shown)
+    except FAILURES:
         model.pads = False
     else:
-        pairs = zip(alone, together, strict=True)
-        model.pads = all(abs(one - other) <= tolerance * max(1.0, abs(one)) for one, other in pairs)
+        model.pads = all(_equal(model, one, other) for one, other in zip(alone, together, strict=True))
+
+
+def _equal(model: Classifier, expected: float, score: float) -> bool:
+    return abs(expected - score) <= TOLERANCES[model.shape.dtype] * max(1.0, abs(expected))
+
+
+def _questions_with_pictures(
+    model: Classifier, tokens: Sequence[int]
+) -> Iterator[tuple[list[int], PreparedPictures | None]]:
+    """Yield the questions of the trial that have pictures and fit into the context. `tokens`: of text."""
+    if model.vision is None:
+        return
+    reader = model.vision.reader
+    for number, sizes in enumerate(TRIED_PICTURES):
+        pictures = [(f"{height:032x}{width:032x}", reader.noise(height, width)) for height, width in sizes]
+        around = [tokens[(7 * i + number) % len(tokens)] for i in range(len(sizes) + 1)]
+        short = [one for token in around[:-1] for one in (token, reader.token)] + around[-1:]
+        question = list(reader.expand(short, pictures))
+        if len(question) < model.context:
+            yield question, reader.prompt(question, pictures)
+
+
+def _own_score(model: Classifier, question: Sequence[int], pictures: PreparedPictures) -> float:
+    """The score of a question by the model's own pass: it computes features and positions itself."""
+    assert model.vision is not None
+    place = model.shape.device
+    ids = torch.tensor([list(question)], device=place)
+    known = inspect.signature(model.module.forward).parameters
+    kinds = (ids == model.vision.reader.token).int()
+    more = {name: kinds for name in ("token_type_ids", "mm_token_type_ids") if name in known}
+    with torch.inference_mode():
+        logits = model.module(input_ids=ids, **picture_arguments(pictures.pictures, place), **more).logits
+    return float(logits[0, 0])
 
 
 FIX = "Lower serving.batch_slots (questions at once), or shorten the judge's template"
@@ -277,6 +416,8 @@ class ClassifierRequest:
     number: int
     rid: str
     prompt: tuple[int, ...]
+    pictures: PreparedPictures | None = field(default=None, repr=False, compare=False)
+    """The question's pictures; its tokens have all their placeholders. None: it has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,6 +459,11 @@ class ClassifierCore(EngineBase[ClassifierRequest, ClassifierOutput]):
         return {"engine": ENGINE_NAME}
 
     @property
+    def takes_pictures(self) -> bool:
+        """Whether requests may have pictures."""
+        return self._model.takes_pictures
+
+    @property
     def rows(self) -> int:
         """Maximum number of questions in one pass."""
         return self._slots
@@ -344,7 +490,9 @@ class ClassifierCore(EngineBase[ClassifierRequest, ClassifierOutput]):
         self._scoring = len(chosen)
         try:
             with explain_memory_error("while it was scoring", FIX):
-                scores = self.model.scores([question.prompt for question in chosen])
+                scores = self.model.scores(
+                    [question.prompt for question in chosen], [question.pictures for question in chosen]
+                )
         finally:
             self._scoring = 0
         for place in sorted(places, reverse=True):
@@ -367,10 +515,13 @@ class ClassifierCore(EngineBase[ClassifierRequest, ClassifierOutput]):
 
 @dataclass(frozen=True, slots=True)
 class AdmittedRequest:
-    """The questions of an accepted request. `since`: arrival time on the monotonic clock, in seconds."""
+    """The questions of an accepted request. `since`: arrival time on the monotonic clock, in seconds. `returns_prompt`:
+    whether the response has the questions' tokens.
+    """
 
     questions: tuple[ClassifierRequest, ...]
     since: float
+    returns_prompt: bool
 
 
 class ClassifierRequestHandler(AsyncEngine[ClassifierRequest, ClassifierOutput]):
@@ -387,36 +538,47 @@ class ClassifierRequestHandler(AsyncEngine[ClassifierRequest, ClassifierOutput])
         self._classifier = core.model
 
     def encoded(self, request: ClassifyRequest) -> ClassifyRequest:
-        """Return the request with its texts tokenized. May be called from any thread: a long text takes seconds."""
-        return replace(request, questions=self.encode(request.questions))
+        """Return the request with its texts tokenized and its pictures read. May be called from any thread: a long text
+        takes seconds. Raises EngineError for what is not a picture.
+        """
+        read = tuple(self._classifier.read_pictures(pictures) if pictures else () for pictures in request.pictures)
+        return replace(request, questions=self.encode(request.questions), pictures=read)
 
     def admit(self, request: ClassifyRequest) -> AdmittedRequest:
         """Check a tokenized request and return its questions. Starts nothing. Raises EngineError."""
-        checked = [self._checked(question) for question in request.questions]
+        shown = request.pictures or [()] * len(request.questions)
+        checked = [self._checked(question, its) for question, its in zip(request.questions, shown, strict=True)]
         questions = (
-            ClassifierRequest(self.number(), name, tokens)
-            for name, tokens in zip(self.names(request.rids, len(checked)), checked, strict=True)
+            ClassifierRequest(self.number(), name, tokens, pictures)
+            for name, (tokens, pictures) in zip(self.names(request.rids, len(checked)), checked, strict=True)
         )
-        return AdmittedRequest(tuple(questions), self.clock.monotonic())
+        return AdmittedRequest(tuple(questions), self.clock.monotonic(), request.returns_prompt)
 
-    def _checked(self, question: str | list[int]) -> tuple[int, ...]:
+    def _checked(
+        self, question: str | list[int], pictures: Sequence[Any]
+    ) -> tuple[tuple[int, ...], PreparedPictures | None]:
         model = self._classifier
         if isinstance(question, str):
             raise EngineError("the model folder has no tokenizer.json", fix="Send input_ids")
         check_token_ids(question, model.vocabulary, "a question")
-        if len(question) >= model.context:
+        tokens, placed = model.place_pictures(question, pictures)
+        if len(tokens) >= model.context:
             raise EngineError(
-                f"a question of {len(question)} tokens does not fit into the context of {model.context} tokens",
+                f"a question of {len(tokens)} tokens does not fit into the context of {model.context} tokens",
                 fix=f"Send at most {model.context - 1} tokens",
             )
-        return tuple(question)
+        return tokens, placed
 
     async def answers(self, admitted: AdmittedRequest) -> list[dict[str, Any]]:
         """Score all questions of a request, and return the response bodies in order."""
         questions = admitted.questions
         scored = await self.ended(list(questions), {question.rid for question in questions})
         latency = self.clock.monotonic() - admitted.since
-        return [_answer(question, scored[question.number], latency) for question in questions]
+        answers = [_answer(question, scored[question.number], latency) for question in questions]
+        if admitted.returns_prompt:
+            for question, answer in zip(questions, answers, strict=True):
+                answer["prompt_token_ids"] = list(question.prompt)
+        return answers
 
 
 def _answer(question: ClassifierRequest, scored: ClassifierOutput, latency_s: float) -> dict[str, Any]:
@@ -478,6 +640,7 @@ def start_classifier(launch: EngineLaunch, text: Detokenizer | None) -> Classifi
             context=launch.context_length,
             text=text,
             trust_remote_code=launch.trust_remote_code,
+            blobs=Path(launch.blobs) if launch.blobs else None,
         )
     return ClassifierCore(
         model, slots=launch.batch_slots, chunk=launch.prefill_chunk_tokens, version=launch.weight_version

@@ -151,7 +151,7 @@ def _description(core: Core, launch: FrontEndLaunch) -> dict[str, Any]:
         "load_format": "auto",
         "model_type": getattr(model.module.config, "model_type", None),
         "architectures": getattr(model.module.config, "architectures", None),
-        "has_image_understanding": isinstance(core, GeneratorBase) and core.takes_pictures,
+        "has_image_understanding": core.takes_pictures,
         "has_audio_understanding": False,
         "context_length": model.context,
         "vocab_size": model.vocabulary,

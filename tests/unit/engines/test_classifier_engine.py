@@ -106,10 +106,10 @@ def test_a_question_is_given_what_transformers_gives_it_alone(name: str, tmp_pat
 def test_a_model_that_does_not_bear_padding_is_asked_one_by_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = Classifier.scores
 
-    def refuses(self: Classifier, questions: Any) -> list[float]:
+    def refuses(self: Classifier, questions: Any, pictures: Any = ()) -> list[float]:
         if len({len(question) for question in questions}) > 1:
             raise ValueError("only one length at a time")
-        return whole(self, questions)
+        return whole(self, questions, pictures)
 
     monkeypatch.setattr(Classifier, "scores", refuses)
     questions = questions_of(6, 30)
