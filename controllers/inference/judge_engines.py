@@ -12,14 +12,18 @@ puts it to sleep and wakes it; the others poll to find out that it is awake.
 Questions to a judge of `kind: classifier` are batched: questions that arrive together are sent as one request, up to
 the batch size of the engine. If the engine of a batch is lost, the whole batch is retried. If a batch is refused, each
 question is sent alone, because perhaps only one of them is invalid.
+
+The pictures of a question have the size that the judge's own model uses. The blob store of this node makes them, and that of
+the engine's node fetches them before the request is sent.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import ceil
@@ -35,7 +39,7 @@ from gcore.config.spec import JobSpec
 from gcore.data.messages import Messages
 from gcore.data.renderer import PromptRenderer
 from gcore.data.tokenizer import TextTooLong, check_length, run_by_size
-from gcore.errors import DataError, EngineError, EngineGaveUp, EngineUnreachable
+from gcore.errors import DataError, EngineError, EngineGaveUp, EngineUnreachable, GcoreError
 from gcore.media.placeholders import PictureRule
 from gcore.models.layout import FIRST_WEIGHTS
 from gcore.observability.metrics import Metrics
@@ -48,23 +52,29 @@ from gcore.reward.judges.types import (
     Unjudgeable,
     judge_away,
 )
-from gcore.rollout.api import PicturesUnavailable
+from gcore.rollout.api import PicturesUnavailable, RequestPictures
 from gcore.rollout.client import EngineReach, SamplingParams, plain_reach
 from gcore.system.clock import Clock
 from gcore.system.concurrency import cancel_all
-from gcore.types import Version
+from gcore.types import Medium, Version
 from gcore.worker.records import WorkerRecord
 
 
 @dataclass(frozen=True, slots=True)
 class _Question:
-    """A question to a classifier, and the future that gets its score."""
+    """A question to a classifier, its pictures in the size of the judge's model with their blobs, and the future that
+    gets its score."""
 
     text: str
+    pictures: Pictures
+    media: tuple[Medium, ...]
     score: asyncio.Future[ClassifierAnswer]
 
 
 Tokens = tuple[int, ...]
+
+Encoded = tuple[Tokens, Tokens]
+"""The tokens of a question: with one image token for each picture, and with all tokens of pictures."""
 
 
 class ClassifierClient:
@@ -75,13 +85,16 @@ class ClassifierClient:
         self,
         judge: JudgeSpec,
         pool: EnginePool,
-        renderer: PromptRenderer,
+        encoder: QuestionEncoder,
         limit: int | None,
         new_rid: Callable[[], str],
+        media: JobMedia | None,
     ) -> None:
-        """`limit`: the judge's context length in tokens; None: no limit. `new_rid`: returns a new request name."""
+        """`limit`: the judge's context length in tokens; None: no limit. `new_rid`: returns a new request name. `media`:
+        provides the pictures of prompts; None: they have none."""
         self._pool = pool
-        self._renderer = renderer
+        self._encoder = encoder
+        self._media = media
         self._limit = limit
         self._new_rid = new_rid
         self._most = judge.serving.batch_slots
@@ -89,15 +102,16 @@ class ClassifierClient:
         """Questions of the next batch."""
         self._requests: set[asyncio.Task[None]] = set()
 
-    async def __call__(self, question: str) -> ClassifierAnswer:
+    async def __call__(self, question: str, pictures: Pictures = ()) -> ClassifierAnswer:
         """Return the score of the question and its number of tokens. Wait until an engine has answered. Raises
         JudgeAway if the engine is lost, JudgeError if the question is invalid."""
-        loop = asyncio.get_running_loop()
-        put = _Question(question, loop.create_future())
-        if not self._waiting:
-            loop.call_soon(self._send)  # after all questions that are ready now
-        self._waiting.append(put)
-        return await put.score
+        async with pictures_in_use(self._media, self._encoder, pictures) as (targets, media):
+            loop = asyncio.get_running_loop()
+            put = _Question(question, targets, media, loop.create_future())
+            if not self._waiting:
+                loop.call_soon(self._send)  # after all questions that are ready now
+            self._waiting.append(put)
+            return await put.score
 
     def _send(self) -> None:
         """Send all waiting questions, in batches."""
@@ -113,9 +127,10 @@ class ClassifierClient:
             question.score.add_done_callback(lambda _: _given_up(task, asked))
 
     async def _ask(self, put: Sequence[_Question]) -> None:
-        texts = [question.text for question in put]
-        found = await run_by_size(sum(map(len, texts)), lambda: [self._tokens(text) for text in texts])
-        asked, tokens = list[_Question](), list[Tokens]()
+        found = await run_by_size(
+            sum(len(question.text) for question in put), lambda: [self._tokens(question) for question in put]
+        )
+        asked, encoded = list[_Question](), list[Encoded]()
         for question, made in zip(put, found, strict=True):
             if question.score.done():
                 continue
@@ -123,26 +138,35 @@ class ClassifierClient:
                 question.score.set_exception(made)
             else:
                 asked.append(question)
-                tokens.append(made)
+                encoded.append(made)
         if asked:
-            await self._request_scores(asked, tokens)
+            await self._request_scores(asked, encoded)
 
-    async def _request_scores(self, asked: Sequence[_Question], tokens: Sequence[Tokens]) -> None:
+    async def _request_scores(self, asked: Sequence[_Question], encoded: Sequence[Encoded]) -> None:
+        shown = [self._shown(question, *its) for question, its in zip(asked, encoded, strict=True)]
         try:
-            scores = await self._pool.classify(FIRST_WEIGHTS, tokens, self._new_rid())
+            scores = await self._pool.classify(FIRST_WEIGHTS, [short for short, _ in encoded], self._new_rid(), shown)
         except (EngineUnreachable, EngineGaveUp) as error:
             _fail(asked, partial(judge_away, error))
         except EngineError as error:
             if len(asked) == 1:
-                _fail(asked, partial(JudgeError, error.what, where=error.where, fix=error.fix))
+                away = isinstance(error, PicturesUnavailable)
+                _fail(asked, partial(judge_away, error) if away else partial(_refused, error))
                 return
             for question in asked:
                 if not question.score.done():
                     self._request([question])
         else:
-            for question, its, score in zip(asked, tokens, scores, strict=True):
+            for question, (_, tokens), score in zip(asked, encoded, scores, strict=True):
                 if not question.score.done():
-                    question.score.set_result(ClassifierAnswer(score, len(its)))
+                    question.score.set_result(ClassifierAnswer(score, len(tokens)))
+
+    def _shown(self, question: _Question, short: Tokens, tokens: Tokens) -> RequestPictures | None:
+        """The pictures of a question as a request names them; None: it has none."""
+        if not question.pictures:
+            return None
+        assert self._media is not None
+        return self._media.name_pictures(question.pictures, question.media, len(short), tokens)
 
     def _ended(self, asked: Sequence[_Question], task: asyncio.Task[None]) -> None:
         self._requests.discard(task)
@@ -152,21 +176,19 @@ class ClassifierClient:
         elif (error := task.exception()) is not None:  # a defect: report it to the callers
             _fail(asked, lambda: error)
 
-    def _tokens(self, question: str) -> Tokens | JudgeError:
+    def _tokens(self, question: _Question) -> Encoded | JudgeError:
         """Return the tokens of a question, or the error. May run in a thread."""
         try:
-            text = self._renderer.render(question)
-            check_length(text, self._limit, self._renderer.encode)
-            tokens = self._renderer.encode(text)
+            short, tokens = self._encoder.encode(question.text, question.pictures, self._limit)
         except DataError as error:
-            return JudgeError(error.what, where=error.where, fix=error.fix)
+            return _refused(error)
         except TextTooLong as error:
             return self._unheld(str(error))
         if not tokens:  # SGLang's scheduler crashes on an empty question
             return JudgeError("the question has no tokens", fix="Add fixed text to the judge's template")
         if self._limit is not None and len(tokens) >= self._limit:
             return self._unheld(f"{len(tokens)} tokens")
-        return tokens
+        return short, tokens
 
     def _unheld(self, has: str) -> JudgeError:
         return JudgeError(
@@ -187,6 +209,33 @@ def _given_up(task: asyncio.Task[None], asked: Sequence[_Question]) -> None:
         task.cancel()  # no effect if it has answered already
 
 
+def _refused(error: GcoreError) -> JudgeError:
+    """Convert the error of a question that a repetition would not change."""
+    return JudgeError(error.what, where=error.where, fix=error.fix)
+
+
+@contextlib.asynccontextmanager
+async def pictures_in_use(
+    media: JobMedia | None, encoder: QuestionEncoder, pictures: Pictures
+) -> AsyncIterator[tuple[Pictures, tuple[Medium, ...]]]:
+    """Yield the pictures of a question in the size that the judge's model uses, and their blobs, which stay pinned until
+    the block ends. Raises JudgeAway if the store of this node is unreachable, and other JudgeErrors."""
+    if not pictures:
+        yield (), ()
+        return
+    assert media is not None
+    try:
+        targets = encoder.targets(pictures)
+        async with media.in_use(targets) as made:
+            yield targets, made
+    except DataError as error:  # every response to the prompt has this picture
+        raise Unjudgeable(error.what, where=error.where, fix=error.fix) from error
+    except EngineUnreachable as error:
+        raise judge_away(error) from error
+    except EngineError as error:
+        raise _refused(error) from error
+
+
 class QuestionEncoder:
     """Turns the questions to a judge into tokens. Stateless and thread-safe. `rule`: how the judge's model reads
     pictures; None: it sees none."""
@@ -195,8 +244,8 @@ class QuestionEncoder:
         self.renderer = renderer
         self._rule = rule
 
-    def encode(self, question: str, pictures: Pictures, room: int | None) -> tuple[Tokens, Tokens]:
-        """Return the tokens of a question: with one image token for each picture, and with all tokens of pictures.
+    def encode(self, question: str, pictures: Pictures, room: int | None) -> Encoded:
+        """Return the tokens of a question.
 
         `pictures`: one for each `IMAGE_MARK`. `room`: number of tokens above which the question does not fit. Raises
         DataError, and TextTooLong for a text that is certainly longer.
@@ -358,9 +407,9 @@ class JudgePool(EnginePool):
         """Return the client of a generative judge. `limit`: its context length in tokens."""
         return GenerativeJudgeClient(self._judge, self, encoder, limit, partial(next, self._rids), self._media)
 
-    def valuer(self, renderer: PromptRenderer, limit: int | None) -> ClassifierClient:
-        """Return the client of a classifier."""
-        return ClassifierClient(self._judge, self, renderer, limit, partial(next, self._rids))
+    def valuer(self, encoder: QuestionEncoder, limit: int | None) -> ClassifierClient:
+        """Return the client of a classifier. `limit`: its context length in tokens."""
+        return ClassifierClient(self._judge, self, encoder, limit, partial(next, self._rids), self._media)
 
 
 class GenerativeJudgeClient:
@@ -393,20 +442,11 @@ class GenerativeJudgeClient:
         """Return one sampled answer per seed. Wait until an engine has answered. Raises JudgeAway if the engine is
         lost, JudgeError if the question is invalid."""
         short, tokens = await run_by_size(len(question), lambda: self._tokens(question, pictures))
-        if not pictures:
-            return await self._answers(tokens, tokens, self._params, seeds)
-        assert self._media is not None
-        try:
-            targets = self._encoder.targets(pictures)
-            async with self._media.in_use(targets) as media:
-                shown = self._media.name_pictures(targets, media, len(short), tokens)
-                return await self._answers(short, tokens, replace(self._params, pictures=shown), seeds)
-        except DataError as error:  # every response to the prompt has this picture
-            raise Unjudgeable(error.what, where=error.where, fix=error.fix) from error
-        except EngineUnreachable as error:
-            raise judge_away(error) from error
-        except EngineError as error:
-            raise JudgeError(error.what, where=error.where, fix=error.fix) from error
+        async with pictures_in_use(self._media, self._encoder, pictures) as (targets, media):
+            params = self._params
+            if self._media is not None and targets:
+                params = replace(params, pictures=self._media.name_pictures(targets, media, len(short), tokens))
+            return await self._answers(short, tokens, params, seeds)
 
     async def _answers(
         self, short: Tokens, tokens: Tokens, params: SamplingParams, seeds: Sequence[int]
@@ -424,7 +464,7 @@ class GenerativeJudgeClient:
         except (EngineUnreachable, PicturesUnavailable) as error:
             raise judge_away(error) from error
         except EngineError as error:
-            raise JudgeError(error.what, where=error.where, fix=error.fix) from error
+            raise _refused(error) from error
         if any(sample.finish_reason == "abort" for sample in samples):
             raise JudgeAway("the engine aborted the request", fix="The question is retried")
         return tuple(
@@ -437,14 +477,13 @@ class GenerativeJudgeClient:
             for sample in samples
         )
 
-    def _tokens(self, question: str, pictures: Pictures) -> tuple[Tokens, Tokens]:
-        """Return the tokens of a question, with one image token for each picture and with all. May run in a thread.
-        Raises JudgeError."""
+    def _tokens(self, question: str, pictures: Pictures) -> Encoded:
+        """Return the tokens of a question. May run in a thread. Raises JudgeError."""
         room = None if self._limit is None else self._limit - self._params.max_new_tokens
         try:
             short, tokens = self._encoder.encode(question, pictures, room)
         except DataError as error:
-            raise JudgeError(error.what, where=error.where, fix=error.fix) from error
+            raise _refused(error) from error
         except TextTooLong as error:
             raise self._unheld(str(error)) from None
         if room is not None and len(tokens) > room:

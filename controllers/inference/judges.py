@@ -475,7 +475,7 @@ def _opened(
     encoder = judge_encoder(number, judge, Path(model.path))
     limit, pool = model.max_length or encoder.renderer.max_length, engines[judge.name]
     if judge.kind == "classifier":
-        return CountingScoreCall(pool.valuer(encoder.renderer, limit), judge.name, counts)
+        return CountingScoreCall(pool.valuer(encoder, limit), judge.name, counts)
     return CountingChatCall(pool.asker(encoder, limit), judge.name, counts)
 
 
@@ -506,10 +506,10 @@ class CountingScoreCall:
         self._judge = judge
         self._counts = counts
 
-    async def __call__(self, question: str) -> ClassifierAnswer:
+    async def __call__(self, question: str, pictures: tuple[PictureRef, ...] = ()) -> ClassifierAnswer:
         """Forward the question to the client."""
         self._counts.begun(self._judge)
         try:
-            return await self._value(question)
+            return await self._value(question, pictures)
         finally:
             self._counts.ended(self._judge)

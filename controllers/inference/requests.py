@@ -32,7 +32,7 @@ from controllers.inference.rules import (
 from controllers.rules.view import EngineView
 from gcore.errors import EngineError, EngineGaveUp, EngineUnreachable
 from gcore.observability.metrics import Metrics
-from gcore.rollout.api import Engine, ProgressCallback, SamplingParams
+from gcore.rollout.api import Engine, ProgressCallback, RequestPictures, SamplingParams
 from gcore.system.clock import Clock, retry_delay
 from gcore.types import Sample, ServingPool, Version
 
@@ -312,14 +312,21 @@ class Requests:
             )
         return samples
 
-    async def classify(self, version: Version, questions: Sequence[tuple[int, ...]], rid: str) -> tuple[float, ...]:
+    async def classify(
+        self,
+        version: Version,
+        questions: Sequence[tuple[int, ...]],
+        rid: str,
+        pictures: Sequence[RequestPictures | None] = (),
+    ) -> tuple[float, ...]:
         """Return the score of each question (token IDs) from an engine of a classifier with the weights `version`.
-        Sends one request; waits for an engine. Raises EngineError; the caller retries the request.
+        Sends one request; waits for an engine. Raises EngineError; the caller retries the request. `pictures`: those of
+        each question; empty: no question has any.
         """
         owing = OutstandingWork(len(questions), None, self._usual)
         instance, connection = await self._seat(lambda: version, len(questions), owing.tokens, None)
         rid = f"{rid}/{next(self._requests)}"
-        request = connection.client.classify(questions, rid=rid)
+        request = _send_questions(connection, questions, rid, pictures)
         return await self._finish_request(instance, connection, rid, len(questions), owing, request, lambda _: ())
 
     async def _finish_request(
@@ -496,11 +503,29 @@ async def _send(
 ) -> tuple[Sample, ...]:
     """Send a request to an engine, once the blob store of its node has the request's pictures. Raises EngineError."""
     each = [params] * len(seeds) if isinstance(params, SamplingParams) else params
-    pictures = {id(one.pictures): one.pictures for one in each if one.pictures is not None}
-    if pictures:
-        there = {key: await one.at_node(connection.node) for key, one in pictures.items()}
-        params = [replace(one, pictures=there.get(id(one.pictures))) for one in each]
+    if any(one.pictures is not None for one in each):
+        there = await _bring_pictures([one.pictures for one in each], connection.node)
+        params = [replace(one, pictures=its) for one, its in zip(each, there, strict=True)]
     return await connection.client.generate_each(prompts, params, seeds=seeds, rid=rid, growing=growing)
+
+
+async def _send_questions(
+    connection: EngineConnection,
+    questions: Sequence[tuple[int, ...]],
+    rid: str,
+    pictures: Sequence[RequestPictures | None],
+) -> tuple[float, ...]:
+    """Send questions to a classifier's engine, once the blob store of its node has their pictures. Raises EngineError."""
+    there = await _bring_pictures(pictures, connection.node)
+    return await connection.client.classify(questions, rid=rid, pictures=there)
+
+
+async def _bring_pictures(pictures: Sequence[RequestPictures | None], node: str) -> list[RequestPictures | None]:
+    """Let the blob store of an engine's node fetch the pictures of a request, equal ones once; return them with their
+    folder there. Raises EngineError."""
+    first = {one.media: one for one in pictures if one is not None}
+    folders = {media: (await one.at_node(node)).folder for media, one in first.items()}
+    return [None if one is None else replace(one, folder=folders[one.media]) for one in pictures]
 
 
 def _queue(instance: str, connection: EngineConnection) -> EngineQueue:

@@ -500,8 +500,6 @@ class JudgeSpec(Section):
         if self.model is None:
             other = "an external judge gets no pictures" if self.adapter is None else "adapters support no pictures"
             raise ValueError(f"images needs a judge with a model, and {other}; leave images out")
-        if self.kind == "classifier":
-            raise ValueError("images needs kind: generative, because classifiers read text only; leave images out")
         for why in lacking(ENGINES, "serving.engine", self.serving.engine, {"images": ("judge_pictures", True)}):
             raise ValueError(why)
 

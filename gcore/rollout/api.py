@@ -137,8 +137,13 @@ class Engine(Protocol):
         """
         ...
 
-    async def classify(self, questions: Sequence[Sequence[int]], *, rid: str) -> tuple[float, ...]:
-        """Score each question (token ids) with a classifier model, in order. Raises EngineGaveUp if one was aborted."""
+    async def classify(
+        self, questions: Sequence[Sequence[int]], *, rid: str, pictures: Sequence[RequestPictures | None] = ()
+    ) -> tuple[float, ...]:
+        """Score each question (token ids) with a classifier model, in order. Raises EngineGaveUp if one was aborted.
+
+        `pictures`: those of each question; empty: no question has any.
+        """
         ...
 
     async def abort(self, rid: str, count: int) -> None:

@@ -26,6 +26,7 @@ from gcore.api.tls import PLAIN, Connector
 from gcore.errors import EngineError, EngineGaveUp, EngineLate, EngineMemoryUnknown, EngineUnreachable
 from gcore.rollout.api import Engine, PauseMode
 from gcore.rollout.api import ProgressCallback as ProgressCallback
+from gcore.rollout.api import RequestPictures as RequestPictures
 from gcore.rollout.api import SamplingParams as SamplingParams
 from gcore.rollout.transport import STREAMED, EngineTransport, split_lines
 from gcore.types import FinishReason, Sample, Version, VersionSpan
@@ -250,17 +251,17 @@ class EngineClient:
             raise EngineError(f"the engine's response does not have {len(seeds)} samples", where=self.base_url)
         if seeing:
             for prompt_ids, one, answer in zip(prompts, each, answers, strict=True):
-                self._check_expansion(prompt_ids, one, answer)
+                self._check_expansion(prompt_ids, one.pictures, answer)
         try:
             return tuple(parse_sample(answer) for answer in answers)
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise EngineError(f"the engine's response is invalid ({error!r})", where=self.base_url) from error
 
-    def _check_expansion(self, prompt_ids: Sequence[int], params: SamplingParams, answer: Any) -> None:
-        """Raise EngineError if the engine ran on other prompt tokens than those that will be trained."""
-        if params.pictures is None:
+    def _check_expansion(self, prompt_ids: Sequence[int], pictures: RequestPictures | None, answer: Any) -> None:
+        """Raise EngineError if the engine ran on other prompt tokens than those that the controller computed."""
+        if pictures is None:
             return
-        expected = params.pictures.expanded(prompt_ids)
+        expected = pictures.expanded(prompt_ids)
         found = answer.get("prompt_token_ids") if isinstance(answer, dict) else None
         if found == expected:
             return
@@ -274,7 +275,7 @@ class EngineClient:
         raise EngineError(
             f"{what}: it expands pictures differently",
             where=self.base_url,
-            fix="Use the image processor of the trained model in the engine",
+            fix="Use the image processor of the same model folder in engine and controller",
         )
 
     async def _streamed(self, body: dict[str, Any], count: int, growing: ProgressCallback) -> Any:
@@ -314,20 +315,31 @@ class EngineClient:
             raise EngineUnreachable(f"the engine ended after {ended} of {count} samples", where=self.base_url)
         return [last[place] for place in range(count)]
 
-    async def classify(self, questions: Sequence[Sequence[int]], *, rid: str) -> tuple[float, ...]:
+    async def classify(
+        self, questions: Sequence[Sequence[int]], *, rid: str, pictures: Sequence[RequestPictures | None] = ()
+    ) -> tuple[float, ...]:
         """Score each of `questions` (token ids) with a classifier model, in order, in one request.
 
-        Scores are finite float32 values, as floats.
+        `pictures`: those of each question; empty: no question has any. Scores are finite float32 values, as floats.
 
         Raises EngineError, EngineUnreachable; EngineGaveUp if one of them was aborted.
         """
         if not questions:
             return ()
-        body = {"input_ids": [list(question) for question in questions], "rid": _rids(rid, len(questions))}
+        body: dict[str, Any] = {
+            "input_ids": [list(question) for question in questions],
+            "rid": _rids(rid, len(questions)),
+        }
+        if seeing := any(one is not None for one in pictures):
+            body["image_data"] = [[] if one is None else one.paths for one in pictures]
+            body["return_prompt_token_ids"] = True
         async with self._turns:
             answers = await self._parsed(await self._call("POST", "/classify", body))
         if not isinstance(answers, list) or len(answers) != len(questions):
             raise EngineError(f"the engine's response does not have {len(questions)} scores", where=self.base_url)
+        if seeing:
+            for question, its, answer in zip(questions, pictures, answers, strict=True):
+                self._check_expansion(question, its, answer)
         try:
             found = [parse_score(answer) for answer in answers]
         except (KeyError, TypeError, ValueError, IndexError) as error:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from gcore.errors import EngineError, EngineGaveUp
-from gcore.rollout.api import PauseMode, ProgressCallback, SamplingParams
+from gcore.rollout.api import PauseMode, ProgressCallback, RequestPictures, SamplingParams
 from gcore.system.clock import Clock
 from gcore.types import FinishReason, Sample, Version, VersionSpan
 
@@ -98,7 +98,9 @@ class FakeEngine:
         text = " ".join(map(str, tokens))
         return Sample(tuple(tokens), (self._logprob,) * len(tokens), text, reason, tuple(spans))
 
-    async def classify(self, questions: Sequence[Sequence[int]], *, rid: str) -> tuple[float, ...]:
+    async def classify(
+        self, questions: Sequence[Sequence[int]], *, rid: str, pictures: Sequence[RequestPictures | None] = ()
+    ) -> tuple[float, ...]:
         """Return the last token of each question divided by the vocabulary size."""
         if self._asleep:
             raise EngineGaveUp("the engine gave up on a question", where=self.base_url, fix="It is asked again")

@@ -90,10 +90,13 @@ class FakeClassifier(_Fake):
         failures: Sequence[JudgeError | None] = (),
     ) -> None:
         super().__init__(clock, delay_s, failures)
+        self.shown: list[tuple[PictureRef, ...]] = []
+        """Pictures of each question."""
         self._value = value
 
-    async def __call__(self, question: str) -> ClassifierAnswer:
+    async def __call__(self, question: str, pictures: tuple[PictureRef, ...] = ()) -> ClassifierAnswer:
         """As `ScoreCall`. Tokens are words."""
+        self.shown.append(pictures)
         await self._begun(question, ())
         return ClassifierAnswer(self._value(question), len(question.split()))
 

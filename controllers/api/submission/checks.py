@@ -424,7 +424,7 @@ def _check_judge(number: int, judge: JudgeSpec, spec: JobSpec) -> CheckedJudge:
         if hub_model(judge.model.path) is None and model.folder.is_dir():
             check_whole(model.folder)
         if judge.kind == "classifier":
-            check_classifier(read_config(model.folder), where=str(model.folder))
+            check_classifier(read_config(model.folder), where=str(model.folder), pictures=judge.images)
     encoder = judge_encoder(number, judge, model.folder)
     return replace(CheckedJudge(number, judge, question), model=model, encoder=encoder)
 

@@ -401,7 +401,7 @@ class Judge:
         """Send the question; return its verdict, or an error that a retry would not change. Raises JudgeAway."""
         try:
             if self.spec.kind == "classifier":
-                return await self._classified(question)
+                return await self._classified(question, pictures)
             return await self._written(question, pictures)
         except JudgeAway:
             raise
@@ -434,9 +434,9 @@ class Judge:
             raise JudgeError(f"judge {self.spec.name!r} returned {len(answers)} answers; {len(seeds)} were requested")
         return answers
 
-    async def _classified(self, question: str) -> Judgement:
+    async def _classified(self, question: str, pictures: tuple[PictureRef, ...]) -> Judgement:
         value = cast(ScoreCall, self._ask)
-        began, said = await self._tried(lambda: value(question))
+        began, said = await self._tried(lambda: value(question, pictures))
         self._seen.asked(self.spec.name, self._clock.monotonic() - began, said.tokens_in, 0)
         number = said.number
         if not math.isfinite(number) or abs(number) > LARGEST_REWARD:

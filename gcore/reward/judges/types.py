@@ -92,8 +92,11 @@ class ChatCall(Protocol):
 class ScoreCall(Protocol):
     """Sends a question to a judge of `kind: classifier`."""
 
-    async def __call__(self, question: str) -> ClassifierAnswer:
-        """Send the question; return the score and the token count. Raises JudgeAway or JudgeError, as `ChatCall` does."""
+    async def __call__(self, question: str, pictures: tuple[PictureRef, ...] = ()) -> ClassifierAnswer:
+        """Send the question; return the score and the token count. Raises JudgeAway or JudgeError, as `ChatCall` does.
+
+        `pictures`: those that the question shows, one for each `IMAGE_MARK` in it.
+        """
         ...
 
 

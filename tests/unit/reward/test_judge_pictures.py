@@ -141,7 +141,11 @@ def test_keys_and_seeds_without_pictures_stay_as_they_were() -> None:
     [
         ({"model": None, "external": {"url": "http://here", "model": "m"}}, "an external judge gets no pictures"),
         ({"model": None, "adapter": "a"}, "adapters support no pictures"),
-        ({"kind": "classifier"}, "images needs kind: generative, because classifiers read text only"),
+        ({"kind": "classifier", "serving": {"engine": "sglang"}}, "images needs serving.engine: torch, not sglang"),
+        (
+            {"kind": "classifier", "serving": {"engine": "hf"}},
+            "classifier needs serving.engine: torch or sglang, not hf",
+        ),
         ({"serving": {"engine": "hf"}}, "images needs serving.engine: torch, not hf"),
         ({"serving": {"engine": "vllm"}}, "images needs serving.engine: torch, not vllm"),
     ],
