@@ -1,4 +1,4 @@
-"""Questions with pictures to the engines of a judge: tokens, sizes, blobs, and what the engine says it ran on."""
+"""Questions with pictures to the engines of a judge of either kind: tokens, sizes, blobs, and what the engine says it ran on."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
-from picture_models import token_ids, write_picture_model
+from picture_models import picture_tokenizer, token_ids, write_picture_model
+from safetensors.numpy import save_file
 
-from controllers.api.submission.checks import CheckedJudge
+from controllers.api.submission.checks import CheckedJudge, check_judges
 from controllers.changes import ChangeSignal
 from controllers.inference.judge_engines import JudgePool
 from controllers.inference.judges import JudgeMetricsObserver, judge_encoder, open_judges
@@ -21,6 +23,7 @@ from gcore.config import JobSpec, parse_spec
 from gcore.errors import DataError, EngineUnreachable, SpecError
 from gcore.media.pictures import PictureError
 from gcore.media.placeholders import PictureRule
+from gcore.models.hubs import ModelError
 from gcore.models.resolve import ResolvedModel
 from gcore.observability.metrics import Metrics
 from gcore.reward.judges.judge import Judge
@@ -78,6 +81,8 @@ class Court:
         self.clock, self.media, self.metrics = FakeClock(), Media(), Metrics()
         self.asked: list[Any] = []
         self.ran_on: list[int] | None = None
+        self.poison = -1
+        """A classifier refuses requests with this token."""
         media: Any = self.media
         self.pool = JudgePool(
             spec, spec.judges[0], "u", "a.1", ChangeSignal(), self.clock, self.metrics, self.connect, media
@@ -87,16 +92,20 @@ class Court:
         return EngineClient(url, timeout_s=timeout_s, transport=httpx.MockTransport(self.answer))
 
     async def answer(self, request: httpx.Request) -> httpx.Response:
-        if request.url.path != "/generate":
+        if request.url.path not in ("/generate", "/classify"):
             return httpx.Response(200, json={"weight_version": "0.0", "success": True})
         body = json.loads(request.content)
         self.asked.append(body)
-        short, pad = body["input_ids"][0], PAD
-        expanded = [one for token in short for one in ([token] * 6 if token == pad else [token])]
+        if any(self.poison in ids for ids in body["input_ids"]):
+            return httpx.Response(400, json={"error": {"message": "the picture cannot be read"}})
         meta = {"finish_reason": {"type": "stop"}, "weight_version": "0.0", "completion_tokens": 1}
-        one = {"text": "1", "output_ids": [49], "meta_info": meta | {"output_token_logprobs": [[0.0, 49, None]]}}
-        one["prompt_token_ids"] = self.ran_on or expanded
-        return httpx.Response(200, json=[one] * len(body["input_ids"]))
+        if request.url.path == "/classify":
+            one: dict[str, Any] = {"embedding": [1.0], "meta_info": meta}
+        else:
+            one = {"text": "1", "output_ids": [49], "meta_info": meta | {"output_token_logprobs": [[0.0, 49, None]]}}
+        return httpx.Response(
+            200, json=[one | {"prompt_token_ids": self.ran_on or expanded(ids)} for ids in body["input_ids"]]
+        )
 
     async def judge(self) -> Judge:
         told: dict[str, Any] = {"node": "far", "role": "reward", "judge": "eye", "job_uid": "u", "slot": "cpu:0"}
@@ -109,22 +118,31 @@ class Court:
         return open_judges(self.spec, {"eye": self.pool}, counts, self.clock)["eye"]
 
     async def value(self, response: str) -> float:
-        prompt = Prompt(PromptRef(0, 0, 0), f"{WRITTEN}red?", (1,), {}, pictures=(PICTURE,))
-        return (await self.clock.run((await self.judge()).value(prompt, response))).value
+        return (await self.clock.run((await self.judge()).value(PROMPT, response))).value
+
+
+PROMPT = Prompt(PromptRef(0, 0, 0), f"{WRITTEN}red?", (1,), {}, pictures=(PICTURE,))
+
+
+def expanded(ids: list[int]) -> list[int]:
+    return [one for token in ids for one in ([token] * 6 if token == PAD else [token])]
+
+
+CLASSIFIER: dict[str, Any] = {"kind": "classifier", "max_new_tokens": 256}
 
 
 def spec_with(folder: Path, **judge: Any) -> JobSpec:
     write_picture_model(folder / "policy", patch=4)
-    write_picture_model(folder / "judge")
+    write_picture_model(folder / "judge", "qwen3_5" if judge.get("kind") == "classifier" else "qwen3_vl")
     told = {"name": "eye", "model": {"path": str(folder / "judge")}, "images": True, "max_new_tokens": 2, "tries": 1}
     tree: dict[str, Any] = {"name": "t", "model": {"path": str(folder / "policy")}, "flow": {"steps": 1}}
     tree |= {"data": {"path": "d", "images": "images"}, "rollout": {"max_new_tokens": 4}, "reward": {"judge": "eye"}}
     return parse_spec(tree | {"judges": [told | {"template": "{{ prompt }}{{ response }}"} | judge]})
 
 
-@pytest.fixture
-async def court(tmp_path: Path) -> AsyncIterator[Court]:
-    made = Court(spec_with(tmp_path))
+@pytest.fixture(params=[{}, CLASSIFIER], ids=["generative", "classifier"])
+async def court(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[Court]:
+    made = Court(spec_with(tmp_path, **request.param))
     yield made
     await made.pool.close()
 
@@ -164,6 +182,36 @@ async def test_an_engine_that_ran_on_other_tokens_gives_no_verdict(court: Court)
         await court.value("3")
 
 
+async def test_questions_of_a_classifier_share_a_request_and_fetch_equal_pictures_once(tmp_path: Path) -> None:
+    court = Court(spec_with(tmp_path, **CLASSIFIER))
+    judge = await court.judge()
+    await court.clock.run(judge.values(PROMPT, ["1", "2", "3"]))
+    (body,) = court.asked
+    assert body["image_data"] == [[f"/far/u/cd/{BLOB}"]] * 3
+    assert court.media.copied == ["far"]
+    assert court.media.open == 0
+    await court.pool.close()
+
+
+async def test_a_refused_picture_costs_only_its_own_question(tmp_path: Path) -> None:
+    court = Court(spec_with(tmp_path, **CLASSIFIER))
+    judge = await court.judge()
+    (court.poison,) = picture_tokenizer().encode("x").ids
+    found = await court.clock.run(judge.values(PROMPT, ["1", "x", "3"]))
+    assert [getattr(one, "value", None) for one in found] == [1.0, None, 1.0]
+    assert isinstance(found[1], JudgeError)
+    assert "the picture cannot be read" in found[1].what
+    assert [len(body["input_ids"]) for body in court.asked] == [3, 1, 1, 1]
+    await court.pool.close()
+
+
+async def test_a_question_without_pictures_names_none(tmp_path: Path) -> None:
+    court = Court(spec_with(tmp_path, template="{{ images }}{{ response }}", **CLASSIFIER))
+    await court.clock.run((await court.judge()).value(Prompt(PromptRef(0, 0, 0), "red?", (1,), {}), "3"))
+    assert "image_data" not in court.asked[0]
+    await court.pool.close()
+
+
 async def test_a_response_that_spells_a_picture_is_not_judged(court: Court) -> None:
     with pytest.raises(JudgeError, match="2 placeholders, but 1 picture"):
         await court.value("<|image_pad|>")
@@ -181,9 +229,15 @@ async def test_a_chat_template_writes_the_pictures(tmp_path: Path) -> None:
     await court.pool.close()
 
 
-async def test_the_whole_of_a_picture_counts_for_the_judges_context(tmp_path: Path) -> None:
-    court = Court(spec_with(tmp_path, model={"path": str(tmp_path / "judge"), "max_length": 14}))
-    with pytest.raises(JudgeError, match=r"13 tokens, and with max_new_tokens .2. more than the 14"):
+@pytest.mark.parametrize(
+    ("more", "longest", "why"),
+    [({}, 14, r"13 tokens, and with max_new_tokens .2. more than the 14"), (CLASSIFIER, 13, "has 13 tokens, which")],
+)
+async def test_the_whole_of_a_picture_counts_for_the_judges_context(
+    tmp_path: Path, more: dict[str, Any], longest: int, why: str
+) -> None:
+    court = Court(spec_with(tmp_path, model={"path": str(tmp_path / "judge"), "max_length": longest}, **more))
+    with pytest.raises(JudgeError, match=why):
         await court.value("3")
     await court.pool.close()
 
@@ -235,6 +289,20 @@ def test_submission_refuses_tokens_of_pictures_without_pictures(
     checked = CheckedJudge(0, spec.judges[0], question, ResolvedModel(tmp_path / "judge"), encoder)
     with pytest.raises(SpecError, match=r"Set judges.0.images: true") if refused else contextlib.nullcontext():
         checked.check_question(prompt, "data")
+
+
+@pytest.mark.parametrize("images", [True, False])
+def test_submission_refuses_a_seeing_classifier_of_a_type_without_a_head(tmp_path: Path, images: bool) -> None:
+    spec = spec_with(tmp_path, images=images, **CLASSIFIER)
+    config = json.loads((tmp_path / "judge" / "config.json").read_text())
+    head = {"architectures": ["Qwen3VLForSequenceClassification"], "id2label": {"0": "good"}}
+    (tmp_path / "judge" / "config.json").write_text(json.dumps(config | head | {"model_type": "qwen3_vl"}))
+    save_file({"score.weight": np.zeros((1, 4), np.float32)}, tmp_path / "judge" / "model.safetensors")
+    said = (
+        r"judges\.0 \('eye'\).*a classifier of the type 'qwen3_vl' cannot see pictures.* types gemma3 and qwen3_5 only"
+    )
+    with pytest.raises(ModelError, match=said) if images else contextlib.nullcontext():
+        check_judges(spec)
 
 
 def test_a_judge_without_vision_is_refused_by_its_own_fields(tmp_path: Path) -> None:
