@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import hashlib
+import io
 import json
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
-from cluster_run import run_to_the_end
+from cluster_run import gcore, run_to_the_end
+from PIL import Image
 from run_read import metrics_of, newest_run
-from tiny_classifiers import make_liking_classifier
+from tiny_classifiers import make_liking_classifier, make_tiny_seeing_classifier
+from tokenizers import Tokenizer
+from transformers import AutoModelForSequenceClassification
 
+from gcore.media.placeholders import PictureRule
+from gcore.models.vision import PictureProcessor
 from gcore.testing.models import make_tiny_model
+from gcore.testing.vision_models import IMAGE, make_picture, make_tiny_vision_model
 
 pytestmark = [pytest.mark.serial, pytest.mark.chaos, pytest.mark.timeout(300)]
 
@@ -47,3 +56,69 @@ def test_a_policy_comes_to_write_what_a_classifier_likes(home: Path, tmp_path: P
     assert len(told) == STEPS
     # From -2.3 (nothing that it likes) to 2.3 (nothing else).
     assert sum(told[-3:]) / 3 > sum(told[:3]) / 3 + 2.0, told
+
+
+class PlainJudge:
+    """The judge's model in transformers, which gets each picture in the size of its own processor."""
+
+    def __init__(self, folder: Path) -> None:
+        self._module = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
+        self._processor, self._rule = PictureProcessor(folder), PictureRule.load(folder)
+        self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+
+    def score(self, text: str, picture: bytes) -> float:
+        """The score of a question that begins with the picture."""
+        image = Image.open(io.BytesIO(picture))
+        height, width = self._rule.target_size(image.height, image.width)
+        file = io.BytesIO()
+        image.resize((width, height), Image.Resampling.BICUBIC).save(file, "PNG")
+        short = self._tokenizer.encode(self._rule.picture_text + text).ids
+        ids = torch.tensor([self._rule.expand(short, [(height, width)])])
+        pixels = self._processor.read(hashlib.sha256(picture).hexdigest(), file.getvalue()).arguments
+        with torch.inference_mode():
+            return float(self._module(ids, token_type_ids=(ids == IMAGE).int(), **pixels).logits[0, 0])
+
+
+def test_the_score_of_a_classifier_that_sees_the_picture_is_the_reward(home: Path, tmp_path: Path) -> None:
+    make_tiny_vision_model(tmp_path / "model", seed=1)
+    judge = make_tiny_seeing_classifier(tmp_path / "judge", seed=2)
+    (tmp_path / "pictures").mkdir()
+    entries, pictures = [], dict[str, bytes]()
+    for number in range(16):
+        prompt, name = f"{number}?", f"pictures/{number}.png"
+        pictures[prompt] = make_picture(*((32, 32), (64, 48))[number % 2], seed=number)
+        (tmp_path / name).write_bytes(pictures[prompt])
+        entries.append(json.dumps({"prompt": f"<image>{prompt}", "images": [name]}))
+    (tmp_path / "prompts.jsonl").write_text("\n".join(entries) + "\n")
+    tree = {
+        "name": "seeing-taste",
+        "model": {"path": "model"},
+        "data": {"path": "prompts.jsonl", "images": "images", "shards": 8},
+        "flow": {"name": "grpo", "steps": 2, "groups_per_step": 8, "samples_per_prompt": 4},
+        "rollout": {"max_new_tokens": 3},
+        "judges": [
+            {
+                "name": "eye",
+                "kind": "classifier",
+                "model": {"path": "judge"},
+                "images": True,
+                "template": "{{ prompt }}={{ response }}",
+                "serving": {"replicas": 1},  # on one of two nodes: the other one's pictures travel to it
+            }
+        ],
+        "reward": {"judge": "eye"},
+        "train": {"learning_rate": 1.0e-3, "micro_batch_tokens": 1024},
+    }
+    (tmp_path / "taste.yaml").write_text(yaml.safe_dump(tree, sort_keys=False))
+    outcome = run_to_the_end(tmp_path / "taste.yaml", home)
+    assert outcome.code == 0, outcome.output
+    assert outcome.summary["audit"] == "clean"
+    command = ("samples", "seeing-taste", "--home", str(home), "--limit", "100", "-o", "json")
+    groups = json.loads(gcore(*command).stdout)["groups"]
+    assert {group["holder"].partition(".")[0] for group in groups} == {"node-0", "node-1"}
+    plain = PlainJudge(judge)
+    for group in groups:
+        prompt = group["prompt"].removeprefix(PictureRule.load(tmp_path / "model").picture_text)
+        for response in group["responses"]:
+            expected = plain.score(f"{prompt}={response['text']}", pictures[prompt])
+            assert response["reward"] == pytest.approx(expected, abs=1e-4)
