@@ -416,7 +416,8 @@ class JudgeSpec(Section):
     images: bool = Field(
         False,
         exclude_if=lambda images: not images,
-        description="Show the prompt's pictures to the judge, a vision-language model, where the template has `images` or `prompt`",
+        description="Show the prompt's pictures to the judge, a vision-language model or a classifier with a vision part, where the template has "
+        "`images` or `prompt`",
     )
     chat: bool = Field(
         False, description="Apply the tokenizer's chat template to the input; false: the input is plain text"

@@ -254,8 +254,8 @@ def without_picture_head(config: Mapping[str, Any], *, where: str) -> ModelError
     """Return the error for a classifier of a type that cannot see pictures. Arguments: as of `check_classifier`."""
     types = " and ".join(PICTURE_CLASSIFIERS)
     return ModelError(
-        f"a classifier of the type {config.get('model_type')!r} cannot see pictures: transformers has "
-        f"sequence-classification heads with pictures for the types {types} only",
+        f"a classifier of the type {config.get('model_type')!r} cannot see pictures: of the types that gcore supports, "
+        f"transformers has sequence-classification heads with pictures for {types} only",
         where=where,
         fix=f"Use a classifier of the type {' or '.join(PICTURE_CLASSIFIERS)}, or a judge with kind: generative",
     )

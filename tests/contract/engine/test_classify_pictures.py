@@ -112,7 +112,7 @@ async def test_the_engine_says_that_it_sees(http: httpx.AsyncClient) -> None:
     assert (told["has_image_understanding"], told["is_generation"]) == (True, False)
 
 
-async def test_scores_with_pictures_are_those_of_the_plain_model_whatever_else_is_in_the_batch(
+async def test_scores_with_pictures_are_those_of_the_plain_model_for_any_batch(
     seeing: Seeing, http: httpx.AsyncClient
 ) -> None:
     sizes = [(32, 32), (64, 48), (32, 32)]
@@ -193,7 +193,7 @@ async def test_the_client_sends_paths_and_checks_the_tokens_that_the_engine_repo
         pytest.param(["not base64!"], "not base64", id="no base64"),
     ],
 )
-async def test_an_invalid_picture_is_refused_in_one_sentence_and_the_engine_goes_on(
+async def test_an_invalid_picture_is_refused_in_one_sentence_and_the_engine_lives(
     seeing: Seeing, http: httpx.AsyncClient, client: EngineClient, given: Any, why: str
 ) -> None:
     response = await http.post("/classify", json={"input_ids": short([4, 9], [7]), "image_data": given})

@@ -199,8 +199,8 @@ def test_a_type_without_a_head_is_refused_with_those_that_have_one(tmp_path: Pat
     config |= {"architectures": ["Qwen2_5_VLForSequenceClassification"], "num_labels": 1, "id2label": {"0": "x"}}
     (folder / "config.json").write_text(json.dumps(config))
     said = (
-        "a classifier of the type 'qwen2_5_vl' cannot see pictures: transformers has sequence-classification heads with "
-        "pictures for the types gemma3 and qwen3_5 only"
+        "a classifier of the type 'qwen2_5_vl' cannot see pictures: of the types that gcore supports, transformers has "
+        "sequence-classification heads with pictures for gemma3 and qwen3_5 only"
     )
     with pytest.raises(DataError, match=said):
         loaded(folder)
