@@ -18,6 +18,7 @@ from __future__ import annotations
 import inspect
 import io
 import math
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -118,7 +119,8 @@ class PictureTensors:
 
 
 class PictureProcessor:
-    """Converts pictures to tensors with the image processor of a model's folder, and caches results by SHA-256."""
+    """Converts pictures to tensors with the image processor of a model's folder, and caches results by SHA-256.
+    Thread-safe."""
 
     def __init__(self, folder: Path, *, cache_bytes: int = CACHE_BYTES) -> None:
         """Load the processor. Raises DataError if the folder has none that pillow alone can run, or if transformers is too old."""
@@ -147,21 +149,27 @@ class PictureProcessor:
             )
         self._room = cache_bytes
         self._cached: OrderedDict[str, PictureTensors] = OrderedDict()
+        self._lock = threading.Lock()
+        """Held while the cache is used, not while pictures are decoded."""
         self.decoded = 0
         """Number of pictures that were decoded, because the cache had no result."""
 
     def read(self, sha256: str, picture: Path | bytes) -> PictureTensors:
         """Return a picture as tensors in host memory. `sha256`: of the picture's bytes. Raises DataError."""
-        found = self._cached.get(sha256)
-        if found is not None:
-            self._cached.move_to_end(sha256)
-            return found
+        with self._lock:
+            found = self._cached.get(sha256)
+            if found is not None:
+                self._cached.move_to_end(sha256)
+                return found
         found = self._processed(sha256, picture)
-        self.decoded += 1
-        self._cached[sha256] = found
-        self._room -= found.size
-        while self._room < 0 and len(self._cached) > 1:
-            self._room += self._cached.popitem(last=False)[1].size
+        with self._lock:
+            self.decoded += 1
+            if (other := self._cached.get(sha256)) is not None:  # of another thread, meanwhile
+                return other
+            self._cached[sha256] = found
+            self._room -= found.size
+            while self._room < 0 and len(self._cached) > 1:
+                self._room += self._cached.popitem(last=False)[1].size
         return found
 
     def noise(self, height: int, width: int) -> PictureTensors:

@@ -16,6 +16,7 @@ routes.
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -137,7 +138,7 @@ class _ClassifyFields(BaseModel):
 class ClassifyRequest:
     """A checked request to `/classify`. `rids`: the client's request IDs. `is_list`: whether the response is a list.
 
-    `pictures`: those of each question, from `image_data`; empty if none has any. Where they belong in a question is
+    `pictures`: those of each question, from `image_data`, or as the model read them; empty if none has any. Where they belong in a question is
     decided by the model (`Classifier.place_pictures`).
     """
 
@@ -538,11 +539,15 @@ class ClassifierRequestHandler(AsyncEngine[ClassifierRequest, ClassifierOutput])
         self._classifier = core.model
 
     def encoded(self, request: ClassifyRequest) -> ClassifyRequest:
-        """Return the request with its texts tokenized and its pictures read. May be called from any thread: a long text
-        takes seconds. Raises EngineError for what is not a picture.
+        """Return the request with its texts tokenized. May be called from any thread: a long text takes seconds."""
+        return replace(request, questions=self.encode(request.questions))
+
+    def with_pictures(self, request: ClassifyRequest) -> ClassifyRequest:
+        """Return the request with its pictures read. May be called from any thread. Raises EngineError for what is not a
+        picture.
         """
         read = tuple(self._classifier.read_pictures(pictures) if pictures else () for pictures in request.pictures)
-        return replace(request, questions=self.encode(request.questions), pictures=read)
+        return replace(request, pictures=read)
 
     def admit(self, request: ClassifyRequest) -> AdmittedRequest:
         """Check a tokenized request and return its questions. Starts nothing. Raises EngineError."""
@@ -615,6 +620,8 @@ def classifier_app(engine: ClassifierRequestHandler, keys: ApiKeys) -> ASGIApp:
 
     async def classify(request: Request) -> Response:
         body = await read_body(request, lambda value: engine.encoded(classify_body(value)))
+        if body.pictures:  # decoding takes long
+            body = await asyncio.to_thread(engine.with_pictures, body)
         answers = await run_unless_disconnected(request, engine.answers(engine.admit(body)))
         if answers is None:
             return Response(status_code=CLIENT_CLOSED_REQUEST)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import base64
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 import transformers
@@ -15,12 +17,22 @@ from tiny_classifiers import SeeingKind, make_tiny_classifier, make_tiny_seeing_
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as HEADS
 
 from gcore.config.capabilities import PICTURE_CLASSIFIERS
-from gcore.engines.torch.classifier import Classifier, ClassifierCore, ClassifierRequest, load_classifier
+from gcore.engines.serving.http import ApiKeys
+from gcore.engines.torch.async_engine import ModelThread
+from gcore.engines.torch.classifier import (
+    Classifier,
+    ClassifierCore,
+    ClassifierRequest,
+    ClassifierRequestHandler,
+    classifier_app,
+    load_classifier,
+)
 from gcore.engines.torch.model import stage_weights
 from gcore.errors import DataError, EngineError
 from gcore.media.placeholders import FAMILIES
 from gcore.models import vision
 from gcore.models.checks import check_classifier
+from gcore.system.clock import SystemClock
 from gcore.testing.vision_models import IMAGE, VISION_END, VISION_START, make_picture, make_tiny_vision_model
 
 KINDS: tuple[SeeingKind, ...] = ("gemma3", "qwen3_5")
@@ -207,3 +219,30 @@ def test_a_type_without_a_head_is_refused_with_those_that_have_one(tmp_path: Pat
     with pytest.raises(DataError, match=said):
         check_classifier(config, where="here", pictures=True)
     check_classifier(config, where="here")
+
+
+async def test_pictures_are_decoded_beside_the_event_loop(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    core, threads = core_of(folder), list[int]()
+    whole = Classifier.read_pictures
+
+    def noted(self: Classifier, given: Any) -> Any:
+        threads.append(threading.get_ident())
+        return whole(self, given)
+
+    monkeypatch.setattr(Classifier, "read_pictures", noted)
+    desk = ClassifierRequestHandler(
+        core, None, clock=SystemClock(), description={"model_path": str(folder), "tokenizer_path": str(folder)}
+    )
+    runner: ModelThread[Any] = ModelThread(
+        core, clock=SystemClock(), deliver=desk.deliver, report=None, on_death=lambda error: None
+    )
+    desk.open(runner)
+    runner.start()
+    ids, (shown,) = question(1, picture(0))
+    body = {"input_ids": [ids, [4]], "image_data": [[base64.b64encode(shown).decode()], []]}
+    transport = httpx.ASGITransport(classifier_app(desk, ApiKeys(None, None)))
+    async with httpx.AsyncClient(transport=transport, base_url="http://engine") as http:
+        answers = (await http.post("/classify", json=body)).json()
+    assert [len(one["embedding"]) for one in answers] == [1, 1]
+    assert len(threads) == 1
+    assert threads[0] != threading.get_ident()
