@@ -34,6 +34,7 @@ from gcore.errors import EngineError, EngineGaveUp, EngineUnreachable
 from gcore.observability.metrics import Metrics
 from gcore.rollout.api import Engine, ProgressCallback, RequestPictures, SamplingParams
 from gcore.system.clock import Clock, retry_delay
+from gcore.system.concurrency import gather_or_cancel
 from gcore.types import Sample, ServingPool, Version
 
 T = TypeVar("T")
@@ -524,7 +525,8 @@ async def _bring_pictures(pictures: Sequence[RequestPictures | None], node: str)
     """Let the blob store of an engine's node fetch the pictures of a request, equal ones once; return them with their
     folder there. Raises EngineError."""
     first = {one.media: one for one in pictures if one is not None}
-    folders = {media: (await one.at_node(node)).folder for media, one in first.items()}
+    there = await gather_or_cancel([one.at_node(node) for one in first.values()])
+    folders = {one.media: one.folder for one in there}
     return [None if one is None else replace(one, folder=folders[one.media]) for one in pictures]
 
 
