@@ -14,6 +14,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from tiny_classifiers import SeeingKind, make_tiny_classifier, make_tiny_seeing_classifier
+from tokenizers import Tokenizer
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as HEADS
 
 from gcore.config.capabilities import PICTURE_CLASSIFIERS
@@ -29,7 +30,7 @@ from gcore.engines.torch.classifier import (
 )
 from gcore.engines.torch.model import stage_weights
 from gcore.errors import DataError, EngineError
-from gcore.media.placeholders import FAMILIES
+from gcore.media.placeholders import FAMILIES, PictureRule
 from gcore.models import vision
 from gcore.models.checks import check_classifier
 from gcore.system.clock import SystemClock
@@ -174,6 +175,14 @@ def test_a_tower_that_the_weights_lack_is_refused_by_name(folder: Path, tmp_path
         loaded(tmp_path)
 
 
+def test_the_engine_expands_a_question_to_the_tokens_that_the_controller_computes(folder: Path) -> None:
+    rule, tokenizer = PictureRule.load(folder), Tokenizer.from_file(str(folder / "tokenizer.json"))
+    sizes = [rule.target_size(40, 30), rule.target_size(64, 64)]
+    short = tokenizer.encode(f"3{rule.picture_text}{rule.picture_text}+1").ids
+    given = list(rule.request_ids(short, sizes)), [make_picture(*size) for size in sizes]
+    assert placed(loaded(folder), given)[0] == rule.expand(short, sizes)
+
+
 @pytest.mark.parametrize("count", [0, 2])
 def test_another_number_of_pictures_than_placeholders_is_refused(folder: Path, count: int) -> None:
     model = loaded(folder)
@@ -195,6 +204,15 @@ def test_a_classifier_without_an_image_processor_reads_text(tmp_path: Path) -> N
     core = core_of(folder)
     assert not core.takes_pictures
     assert run(core, GIVEN[:1]) == [pytest.approx(plain(folder, GIVEN[0]), abs=1e-4)]
+
+
+def test_asleep_it_releases_the_tower_and_awake_it_scores_the_same(folder: Path) -> None:
+    core = core_of(folder)
+    before = run(core, GIVEN)
+    core.release(frozenset({"weights", "kv_cache"}))
+    core.wake(frozenset({"weights", "kv_cache"}))
+    assert run(core, GIVEN) == before
+    assert run(core, GIVEN[:1]) == [pytest.approx(before[0], abs=1e-5)], "text after pictures"
 
 
 def test_pictures_that_do_not_fit_into_the_context_are_not_tried(folder: Path) -> None:
