@@ -5,12 +5,15 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import os
+import signal
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
-from cluster_run import gcore, run_to_the_end
+from blob_stores import store_processes
+from cluster_run import ClusterRun, Outcome, gcore, processes_of, run_to_the_end
 from PIL import Image
 from run_read import metrics_of, newest_run
 from tiny_classifiers import make_liking_classifier, make_tiny_seeing_classifier
@@ -79,46 +82,74 @@ class PlainJudge:
             return float(self._module(ids, token_type_ids=(ids == IMAGE).int(), **pixels).logits[0, 0])
 
 
-def test_the_score_of_a_classifier_that_sees_the_picture_is_the_reward(home: Path, tmp_path: Path) -> None:
+@pytest.fixture
+def seeing(tmp_path: Path) -> Path:
+    """The spec of a job with pictures whose only reward is a classifier that sees them, on one of two nodes."""
     make_tiny_vision_model(tmp_path / "model", seed=1)
-    judge = make_tiny_seeing_classifier(tmp_path / "judge", seed=2)
+    make_tiny_seeing_classifier(tmp_path / "judge", seed=2)
     (tmp_path / "pictures").mkdir()
-    entries, pictures = [], dict[str, bytes]()
+    entries = []
     for number in range(16):
-        prompt, name = f"{number}?", f"pictures/{number}.png"
-        pictures[prompt] = make_picture(*((32, 32), (64, 48))[number % 2], seed=number)
-        (tmp_path / name).write_bytes(pictures[prompt])
-        entries.append(json.dumps({"prompt": f"<image>{prompt}", "images": [name]}))
+        size = ((32, 32), (64, 48))[number % 2]
+        (tmp_path / "pictures" / f"{number}.png").write_bytes(make_picture(*size, seed=number))
+        entries.append(json.dumps({"prompt": f"<image>{number}?", "images": [f"pictures/{number}.png"]}))
     (tmp_path / "prompts.jsonl").write_text("\n".join(entries) + "\n")
+    judge = {
+        "name": "eye",
+        "kind": "classifier",
+        "model": {"path": "judge"},
+        "images": True,
+        "template": "{{ prompt }}={{ response }}",
+        "serving": {"replicas": 1},  # pictures of the other node travel to it
+    }
     tree = {
         "name": "seeing-taste",
         "model": {"path": "model"},
         "data": {"path": "prompts.jsonl", "images": "images", "shards": 8},
         "flow": {"name": "grpo", "steps": 2, "groups_per_step": 8, "samples_per_prompt": 4},
         "rollout": {"max_new_tokens": 3},
-        "judges": [
-            {
-                "name": "eye",
-                "kind": "classifier",
-                "model": {"path": "judge"},
-                "images": True,
-                "template": "{{ prompt }}={{ response }}",
-                "serving": {"replicas": 1},  # on one of two nodes: the other one's pictures travel to it
-            }
-        ],
+        "judges": [judge],
         "reward": {"judge": "eye"},
         "train": {"learning_rate": 1.0e-3, "micro_batch_tokens": 1024},
     }
     (tmp_path / "taste.yaml").write_text(yaml.safe_dump(tree, sort_keys=False))
-    outcome = run_to_the_end(tmp_path / "taste.yaml", home)
+    return tmp_path / "taste.yaml"
+
+
+def check_rewards(outcome: Outcome, home: Path, folder: Path) -> None:
+    """Each reward is what transformers gives the question with the prompt's picture."""
     assert outcome.code == 0, outcome.output
     assert outcome.summary["audit"] == "clean"
     command = ("samples", "seeing-taste", "--home", str(home), "--limit", "100", "-o", "json")
     groups = json.loads(gcore(*command).stdout)["groups"]
     assert {group["holder"].partition(".")[0] for group in groups} == {"node-0", "node-1"}
-    plain = PlainJudge(judge)
+    plain, shown = PlainJudge(folder / "judge"), PictureRule.load(folder / "model").picture_text
     for group in groups:
-        prompt = group["prompt"].removeprefix(PictureRule.load(tmp_path / "model").picture_text)
+        prompt = group["prompt"].removeprefix(shown)
+        picture = (folder / "pictures" / f"{prompt.removesuffix('?')}.png").read_bytes()
         for response in group["responses"]:
-            expected = plain.score(f"{prompt}={response['text']}", pictures[prompt])
+            expected = plain.score(f"{prompt}={response['text']}", picture)
             assert response["reward"] == pytest.approx(expected, abs=1e-4)
+
+
+def test_the_score_of_a_classifier_that_sees_the_picture_is_the_reward(
+    seeing: Path, home: Path, tmp_path: Path
+) -> None:
+    check_rewards(run_to_the_end(seeing, home), home, tmp_path)
+
+
+@pytest.mark.timeout(600)  # the judge's engine starts three times
+def test_rewards_stay_right_when_the_judges_engine_and_a_blob_store_are_killed(
+    seeing: Path, home: Path, tmp_path: Path
+) -> None:
+    run = ClusterRun(seeing, home, "--set", "flow.steps=5", patience_s=560)
+    try:
+        run.until_step(1)
+        run.kill_worker("reward", child=True)
+        run.until_step(2)
+        for store in store_processes(processes_of(home)):
+            os.kill(store, signal.SIGKILL)
+        run.kill_worker("reward", child=False)
+        check_rewards(run.wait(), home, tmp_path)
+    finally:
+        run.close()
