@@ -47,6 +47,9 @@ class ChangeSignal:
     async def wait(self, timeout: float | None = None) -> None:
         """Wait for the next change, at most `timeout` seconds."""
         event = self._event
+        if timeout is None:
+            await event.wait()
+            return
         try:
             async with limit_time(timeout):
                 await event.wait()

@@ -31,7 +31,6 @@ from gcore.store.types import (
     WatchEvent,
     check_transaction,
 )
-from gcore.system.concurrency import limit_time
 from gcore.testing import MemoryCluster
 
 STORE = "etcd"
@@ -100,13 +99,17 @@ async def ask(
     def reply(value: Any) -> None:
         network.send(target, source, lambda: settle(value))
 
+    def give_up() -> None:
+        if not answer.done():
+            answer.set_exception(NoAnswer(f"{target} does not answer {source}"))
+
     # In no process: messages go on without their sender.
     contextvars.Context().run(lambda: network.send(source, target, lambda: do(reply)))
+    limit = loop.call_later(timeout_s, give_up)
     try:
-        async with limit_time(timeout_s):
-            return await answer
-    except TimeoutError:
-        raise NoAnswer(f"{target} does not answer {source}") from None
+        return await answer
+    finally:
+        limit.cancel()
 
 
 class RemoteStore:
