@@ -15,6 +15,8 @@ from controllers.rules.actions import Intent
 from controllers.rules.decide import decide
 from controllers.rules.view import JobView, Memo
 from controllers.rules.waits import current_waits
+from gcore.train.rank import feed as feed_state
+from gcore.types import Medium
 
 FIRST = int(os.environ.get("GCORE_SIM_FIRST", "0"))
 CLUSTERS = int(os.environ.get("GCORE_SIM_CLUSTERS", "2"))
@@ -82,6 +84,29 @@ def test_each_kind_of_fault_alone_is_lived_through(kinds: tuple[str, ...]) -> No
     assert not ended.wrong, ended.why
     assert ended.steps == 12
     assert ended.faults >= 3
+
+
+@pytest.mark.parametrize("room", [None, 1.0])
+def test_responses_with_pictures_of_tools_are_trained_whatever_blob_stores_lose(
+    room: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a store has room for the pictures of one step only."""
+    trained: list[Medium] = []
+    add_blobs = feed_state.add_blobs
+
+    def note(state: feed_state.FeedState, blobs: list[str]) -> feed_state.FeedState:
+        held = add_blobs(state, blobs)
+        trained.extend(m for group in held.groups.values() for one in group.samples.values() for m in one.media)
+        return held
+
+    monkeypatch.setattr(feed_state, "add_blobs", note)
+    faults = ("lose_blobs", "restart_blobs", "kill_daemon", "cut_one_way", "kill_worker")
+    story = Story(seed=1, pictures=True, shown=2, room=room, faults=faults, fault_every_s=3.0, faults_s=40.0)
+    ended = tell_story(story)
+    assert not ended.wrong, ended.why
+    assert ended.steps == 8
+    assert trained
+    assert any("lose" in line and "blobs" in line for line in ended.history)
 
 
 def test_a_daemon_that_is_asked_to_end_hands_over_in_a_simulation_too() -> None:

@@ -27,6 +27,7 @@ from typing import Any
 from unittest import mock
 
 from invariants import Invariants
+from simulated_blobs import NoTools, Showing, Stores
 from simulated_controller import simulated_dependencies
 from simulated_ends import Land, hasty
 from simulated_faults import TTL_S, Faults
@@ -95,6 +96,7 @@ class Node:
         """The daemon, unless it runs."""
         if self.process is None or self.process.killed:
             self.process = Process(self.cluster.loop, self.name)
+            self.cluster.floor.stores.restart(self.name)
             self._daemon = SimulatedDaemon(self)
             self._life = self.process.run(self._daemon.run())
 
@@ -204,6 +206,7 @@ class SimulatedCluster:
             self.tell,
             self.is_wrong,
             lambda: self.invariants.ranks_changed(),
+            Stores(self.network, random.Random(f"stores {story.seed}"), story.blob_bytes, UID, self.lives),
             checkpoint_after=lambda seal: spec.checkpoints_after(seal.step, last=seal.last, asked=seal.checkpoint),
             apart=story.copies is not None,
         )
@@ -244,6 +247,11 @@ class SimulatedCluster:
         node = self.nodes[launch.node]
         self.processes[pid] = kind(self.floor, process, node.store, node.clock, launch, pid)
         return pid
+
+    def lives(self, name: str) -> bool:
+        """Whether a node's daemon is there, stopped or not."""
+        node = self.nodes.get(name)
+        return node is not None and node.process is not None and not node.process.killed
 
     def serves(self, name: str) -> bool:
         """Whether a node's daemon answers."""
@@ -288,7 +296,7 @@ class SimulatedCluster:
 
     async def _calm(self) -> None:
         """Without faults the job comes to its end."""
-        deadline = self.loop.now + LONGEST_CALM_S
+        deadline = self.loop.now + LONGEST_CALM_S * (1 if self.story.room is None else 4)
         while not self.wrong and not self.ended:
             if self.loop.now > deadline:
                 self._tell_waits()
@@ -424,6 +432,9 @@ def in_place(cluster: SimulatedCluster) -> Iterator[None]:
         stack.enter_context(mock.patch("controllers.workers.launcher.MAX_LAUNCHES", 1000))
         stack.enter_context(mock.patch("controllers.rules.retention.KEEP_LOG", 8))
         stack.enter_context(mock.patch("controllers.rules.retention.PRUNE_AT", 4))
+        tools = None if cluster.story.spec.environment is None else NoTools()
+        stack.enter_context(mock.patch("controllers.job.session.new_episode_pool", return_value=tools))
+        stack.enter_context(mock.patch("controllers.flow.episodes.find_environment", return_value=Showing))
         if cluster.story.plans:
             stack.enter_context(planning(cluster.floor, random.Random(f"planning {cluster.story.seed}")))
         yield

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+from simulated_blobs import SimulatedStores
 from simulated_ends import (
     SOURCE,
     Land,
@@ -20,7 +21,6 @@ from simulated_ends import (
     SimulatedClient,
     SimulatedLinks,
     SimulatedStaff,
-    SimulatedStores,
     Stream,
     TellingLedger,
     flow,
@@ -176,7 +176,7 @@ def simulated_dependencies(
         errors=SilentFaults(store, keys, node),
         folders=SimulatedFolders(SimulatedFiles(land.floor, node, land.serves, identity.incarnation)),
         memory_dir=None,
-        blobs=cast(Any, SimulatedStores(node, land)),
+        blobs=cast(Any, SimulatedStores(node, node, land.floor.stores)),
         cache_dir=Path(config.home) / "cache",
         disk_gib=None,
         new_recorder=new_recorder,

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
 
+from simulated_blobs import picture_of
 from simulated_network import Network, NoAnswer, RemoteStore, ask
 from simulated_workers import Engine, Floor, Rank
 from virtual_time import ProcessClock
@@ -27,15 +27,13 @@ from gcore.errors import EngineError, EngineUnreachable
 from gcore.ledger.balance import parts_sha256
 from gcore.ledger.records.chain import Seal
 from gcore.ledger.transactions import TransactionExecutor
-from gcore.media.client import BlobFetch
-from gcore.media.protocol import Blob
 from gcore.observability.metrics import Metrics
 from gcore.store.keys import JobKeys
 from gcore.store.reference import StoreRef
 from gcore.system.concurrency import limit_time
 from gcore.system.process import ProcessId
 from gcore.train.rank.feed import FeedState, WorldName
-from gcore.types import Group, Medium, Outcome, PictureRef, Pool, Prompt, PromptRef, Sample, Version, VersionSpan
+from gcore.types import Group, Outcome, Pool, Prompt, PromptRef, Sample, Version, VersionSpan
 from gcore.worker.records import LaunchSpec
 
 SOURCE = "source"
@@ -355,16 +353,26 @@ class Stream:
     def prompt(self, ref: PromptRef) -> Prompt:
         if not self._pictures:
             return Prompt(ref, "", (1, 2), {}, SOURCE)
-        picture = PictureRef(f"/{ref}.png", "0" * 64, 16, 16, 16, 16, 100)
-        return Prompt(ref, "", (1, 2), {}, SOURCE, request_ids=(1, 2), pictures=(picture,))
+        return Prompt(ref, "", (1, 2), {}, SOURCE, request_ids=(1, 2), pictures=(picture_of(str(ref)),))
 
     def found(self, ref: PromptRef) -> tuple[Any, int]:
-        tokenizer = SimpleNamespace(decode=lambda tokens: "x" * len(tokens))
+        decode = "x".__mul__
+        renderer = SimpleNamespace(
+            tokenizer=SimpleNamespace(decode=lambda tokens: decode(len(tokens))),
+            decode=lambda tokens: decode(len(tokens)),
+            encode_behind=lambda before, text: (0,) * len(text),
+            chat=False,
+        )
         rule = SimpleNamespace(
-            patch_count=lambda height, width: 4, config={"vision_config": LAYERS, "text_config": LAYERS}
+            patch_count=lambda height, width: 4,
+            config={"vision_config": LAYERS, "text_config": LAYERS},
+            picture_text="i",
+            target_size=lambda height, width: (height, width),
+            expand=lambda tokens, sizes: (0,) * (len(tokens) + 3 * len(sizes)),
+            request_ids=lambda tokens, sizes: tokens,
         )
         pictures = SimpleNamespace(rule=rule) if self._pictures else None
-        return SimpleNamespace(name=SOURCE, renderer=SimpleNamespace(tokenizer=tokenizer), pictures=pictures), 0
+        return SimpleNamespace(name=SOURCE, renderer=renderer, pictures=pictures), 0
 
 
 class SilentFaults(PluginErrorLog):
@@ -411,81 +419,8 @@ def flow(land: Land) -> Any:
         if land.chance.random() < land.filter_rate:
             return Outcome("filtered", "constant")
         media = () if peer.media is None else await peer.media.of(prompt)
+        if peer.media is not None:
+            await peer.media.end_sampling(prompt.ref)
         return Group(prompt.ref, prompt.token_ids, samples, prompt.source, media=media)
 
     return simulated
-
-
-class SimulatedStores:
-    """The blob stores of all nodes, as the controller of `node` reaches them (`controllers.workers.blobs.NodeBlobs`)."""
-
-    def __init__(self, node: str, land: Land) -> None:
-        self._node = node
-        self._land = land
-
-    def need(self) -> None:
-        """They always run."""
-
-    @property
-    def node(self) -> str:
-        """The name of the node."""
-        return self._node
-
-    async def client(self, job: str, address: str = "") -> SimulatedStores:
-        return self
-
-    async def client_of(self, job: str, node: str) -> SimulatedStores:
-        return SimulatedStores(node, self._land)
-
-    async def fetch(self, blobs: Sequence[Blob], nodes: Sequence[str]) -> BlobFetch:
-        """Copy blobs from the stores of nodes that have them."""
-        await asyncio.sleep(0.05 * self._land.chance.random())
-        there = set().union(*(self._land.floor.blobs.get(node, set()) for node in nodes))
-        names = {one.sha256 for one in blobs}
-        self._land.floor.blobs.setdefault(self._node, set()).update(names & there)
-        return BlobFetch(frozenset(names & there), frozenset(names - there), {}, str(self.job_folder("")))
-
-    async def make_picture(self, picture: PictureRef, incarnation: str, ttl_s: float) -> Medium:
-        """Make a blob, which differs each time."""
-        await asyncio.sleep(0.05 * self._land.chance.random())
-        medium = Medium("picture", f"{self._land.chance.getrandbits(256):064x}", 100, (16, 16, 3), "uint8")
-        self._land.floor.blobs.setdefault(self._node, set()).add(medium.sha256)
-        return medium
-
-    async def pin(self, incarnation: str, blobs: Collection[str], ttl_s: float) -> None:
-        """Nothing is deleted here but by faults."""
-
-    async def unpin(self, incarnation: str, blobs: Collection[str], *, ends_grace: bool = False) -> None:
-        """Delete the blobs if nothing uses them."""
-        if ends_grace:
-            self._land.floor.blobs.get(self._node, set()).difference_update(blobs)
-
-    async def reserve(self, holder: str, size: int, ttl_s: float) -> bool:
-        """Whether there is room: by chance."""
-        return self._land.chance.random() < 0.9
-
-    async def forget(self, job: str) -> None:
-        """The job has ended."""
-
-    trouble = ""
-    """No problem is simulated beside lost blobs and missing room."""
-
-    def job_folder(self, job: str) -> Path:
-        """A folder that does not exist: nothing is recorded here."""
-        return Path("/simulated/blobs") / job
-
-    async def wait_for_secret(self) -> None:
-        """It is known."""
-
-    async def sweep_worlds(self, job: str, worlds: Callable[[], Collection[str]]) -> None:
-        """Blobs of train worlds are in the ranks' own state."""
-
-    async def locate(self, job: str, blobs: Collection[str]) -> Mapping[str, Collection[str]]:
-        """The nodes that answer and have a blob."""
-        await asyncio.sleep(0.2 * self._land.chance.random())
-        reached = {
-            node: found
-            for node, found in self._land.floor.blobs.items()
-            if (node, self._node) not in self._land.network.cut
-        }
-        return {blob: [node for node, found in reached.items() if blob in found] for blob in blobs}

@@ -52,7 +52,9 @@ class Faults:
             self._deeds["wipe"] = self._wipe
         if cluster.story.pictures:
             self._deeds["lose_blobs"] = self._lose_blobs
-        self._kinds = cluster.story.faults or tuple(self._deeds)
+            self._deeds["restart_blobs"] = self._restart_blobs
+        often = ("lose_blobs", "lose_blobs") if cluster.story.pictures else ()
+        self._kinds = cluster.story.faults or (*self._deeds, *often)
 
     def one(self) -> int:
         """Something happens."""
@@ -72,6 +74,9 @@ class Faults:
             cluster.store.start()
             cluster.pending.look()
         self._people.put_right()
+        for name, store in cluster.floor.stores.nodes.items():
+            if store.down:
+                cluster.floor.stores.restart(name)
         for node in cluster.nodes.values():
             if node.process is not None:
                 node.process.thaw()
@@ -221,19 +226,29 @@ class Faults:
 
     def _lose_blobs(self) -> str:
         """The stores of some nodes lose blobs: some of one, or all of all."""
-        stores = self._cluster.floor.blobs
-        if self._chance.random() < 0.3:
-            count = sum(map(len, stores.values()))
-            for blobs in stores.values():
-                blobs.clear()
-            return f"all blob stores lose their {count} blobs" if count else ""
-        having = sorted(node for node, blobs in stores.items() if blobs)
-        if not having:
+        stores = {node: store for node, store in sorted(self._cluster.floor.stores.nodes.items()) if store.names}
+        if not stores:
             return ""
-        node = self._chance.choice(having)
-        lost = self._chance.sample(sorted(stores[node]), self._chance.randint(1, len(stores[node])))
-        stores[node].difference_update(lost)
+        if self._chance.random() < 0.3:
+            count = sum(len(store.names) for store in stores.values())
+            for store in stores.values():
+                store.lose(store.names)
+            return f"all blob stores lose their {count} blobs"
+        node = self._chance.choice(list(stores))
+        names = stores[node].names
+        lost = self._chance.sample(names, self._chance.randint(1, len(names)))
+        stores[node].lose(lost)
         return f"the blob store of {node} loses {len(lost)} blobs"
+
+    def _restart_blobs(self) -> str:
+        """The store of a node is killed; until it is back it does not answer, and then it has neither pins nor reservations."""
+        stores, seconds = self._cluster.floor.stores, self._seconds()
+        if not stores.nodes:
+            return ""
+        node = self._chance.choice(sorted(stores.nodes))
+        stores.of(node).down = True
+        self._later(seconds, lambda: stores.restart(node))
+        return f"kill -9 of the blob store of {node}; it comes back after {seconds:g} s"
 
     def _pause(self) -> str:
         seconds = self._seconds()
@@ -253,5 +268,7 @@ class Faults:
         said, floor = self._kill_node(), self._cluster.floor
         name = said.split()[0]
         shutil.rmtree(floor.folder(name), ignore_errors=True)
+        if name in floor.stores.nodes:
+            floor.stores.of(name).lose(floor.stores.of(name).names)
         floor.restage()
         return f"{said}, without its disk"

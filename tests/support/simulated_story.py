@@ -6,6 +6,7 @@ import random
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from simulated_blobs import SIDE, SIZE
 from simulated_network import Weather
 
 from gcore.config import JobSpec, parse_spec
@@ -47,6 +48,10 @@ class Story:
     """How often the train backend is changed while the job runs."""
     pictures: bool = False
     """Whether prompts have pictures, whose blobs ranks fetch, and stores lose blobs."""
+    shown: int = 0
+    """How many pictures tools may return in a response, if prompts have pictures."""
+    room: float | None = None
+    """How often the pictures of all steps at once fit into a node's blob store; None: it never fills."""
 
     @classmethod
     def of(cls, seed: int) -> Story:
@@ -77,6 +82,8 @@ class Story:
             goes_on=random.Random(f"goes on {seed}").choice([0, 0, 0, 1, 2]),
             changes=random.Random(f"changes {seed}").choice([0, 0, 0, 1, 3]),
             pictures=random.Random(f"pictures {seed}").choice([False, False, True]),
+            shown=random.Random(f"shown {seed}").choice([0, 0, 1, 2]),
+            room=random.Random(f"room {seed}").choice([None, None, 2.0, 1.0]),
         ).streamed(chance)
 
     def streamed(self, chance: random.Random) -> Story:
@@ -86,18 +93,30 @@ class Story:
         return replace(self, part=chance.choice([1, 1, 2]), quota=chance.choice([3, 3, 5]))
 
     @property
+    def blob_bytes(self) -> int:
+        """The bound of each blob store."""
+        if self.room is None:
+            return 1 << 40
+        groups = self.quota * (self.staleness + 1 + (self.staleness > 0))  # as `check_blob_room` counts them
+        return int(self.room * groups * (SIZE + self.spec.tool_picture_bytes))
+
+    @property
     def spec(self) -> JobSpec:
         """The job's."""
         length: dict[str, Any] = {"steps": self.steps} if self.steps is not None else {"epochs": self.epochs}
         if self.steps is None:
             length["count"] = "prompts"
+        shows: dict[str, Any] = {}
+        if self.pictures and self.shown:
+            tools = {"max_pictures": self.shown, "max_pixels": SIDE**2}
+            shows["environment"] = {"name": "showing", "options": {"pictures": self.shown}, "tools": tools}
         return parse_spec(
             {
                 "name": "simulated",
                 "model": {"path": "m"},
                 "data": {"path": "d", "shards": 4, "window": 4} | ({"images": "images"} if self.pictures else {}),
                 "flow": {"groups_per_step": self.quota, "samples_per_prompt": 2, "max_reissues": 50, **length},
-                "rollout": {"max_new_tokens": 4, "staleness": self.staleness, "timeout_s": 20, "batch_slots": 1},
+                "rollout": {"max_new_tokens": 16, "staleness": self.staleness, "timeout_s": 20, "batch_slots": 1},
                 "train": {
                     "ranks": min(self.ranks or self.nodes, self.nodes),
                     "mini_batches": 1 if self.part else 2,
@@ -110,6 +129,7 @@ class Story:
                 "storage": {"copies": self.copies},
                 "placement": {"memory": "in_turns"} if self.turns else {},
                 "reward": {"name": "exact"},
+                **shows,
             }
         )
 

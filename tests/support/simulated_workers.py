@@ -17,11 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from simulated_blobs import Stores
 from simulated_network import Network, RemoteStore
 from virtual_time import Process, ProcessClock
 
 from gcore.ledger.audit.receipts import Receipt
 from gcore.ledger.records.chain import Seal
+from gcore.media.protocol import StoreFull
 from gcore.models.layout import (
     EXP_AVG_FILE,
     EXP_AVG_SQ_FILE,
@@ -62,6 +64,8 @@ class Floor:
     """Called with what must not happen."""
     looked: Callable[[], None]
     """Called when a rank's content has changed."""
+    stores: Stores
+    """Of blobs. One keeps its files when its node restarts."""
     receipts: list[Receipt] = field(default_factory=list)
     ranks: dict[str, Rank] = field(default_factory=dict)
     """By address."""
@@ -71,8 +75,6 @@ class Floor:
 
     apart: bool = False
     """Whether each node has a folder of its own for the run."""
-    blobs: dict[str, set[str]] = field(default_factory=dict)
-    """By node: the blobs that its store has. A store keeps its files when its node restarts."""
 
     _staged: dict[Path, frozenset[Version]] = field(default_factory=dict)
 
@@ -253,12 +255,15 @@ class Rank(Worker):
                 one = self.state.wanted.get(name)
                 if one is None:
                     continue
-                cut = [node for node in sorted(one.holders) if (node, self.node) in self.floor.network.cut]
-                having = [node for node in one.holders if name in self.floor.blobs.get(node, ()) and node not in cut]
-                if having:
-                    self.floor.blobs.setdefault(self.node, set()).add(name)
+                if not self.floor.stores.reaches(self.node, self.node):
+                    continue
+                try:
+                    found = self.floor.stores.transfer(name, one.holders, self.node)
+                except StoreFull:
+                    continue
+                if found:
                     self.state = feed_state.add_blobs(self.state, [name])
-                elif not cut:
+                elif found is False:
                     self.state = feed_state.miss_blobs(self.state, [name])
                     self.floor.tell(f"{self.spec.instance} finds blob {name[:8]} in no store")
                 self._notify()
@@ -412,6 +417,8 @@ def held_group(group: Group, samples: frozenset[int], holders: frozenset[str] = 
             np.zeros(len(group.samples[index].token_ids), dtype=np.float32),
             group.samples[index].reward,
             group.samples[index].masked,
+            observed=group.samples[index].observed,
+            media=group.samples[index].media,
         )
         for index in samples
     }
