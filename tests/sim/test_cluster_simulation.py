@@ -87,7 +87,7 @@ def test_each_kind_of_fault_alone_is_lived_through(kinds: tuple[str, ...]) -> No
 
 
 @pytest.mark.parametrize("room", [None, 1.0])
-def test_responses_with_pictures_of_tools_are_trained_whatever_blob_stores_lose(
+def test_pictures_of_tools_are_trained_while_stores_lose_blobs_and_restart(
     room: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where a store has room for the pictures of one step only."""
