@@ -130,8 +130,11 @@ def _messages(picked: _Picked, stands: pb.StepStanding | None) -> Iterator[pb.Sa
         with _reading(where.file.parent):
             group = read_group(where)
         advantages = parse_advantages(picked.advantages.get(where.digest, ()))
-        message = _group(group, sort_responses(group, advantages, picked.order))
+        responses = sort_responses(group, advantages, picked.order)
+        message = _group(group, responses)
         message.pictures.extend(_picture(one, picked.run_dir, picked.version) for one in group.pictures)
+        for shown, kept in zip(message.responses, responses, strict=True):
+            shown.pictures.extend(_picture(one, picked.run_dir, picked.version) for one in kept.sample.pictures)
         message.lineage, message.step, message.of = picked.version.lineage, picked.version.step, picked.selection.of
         if stands is not None:
             message.standing = stands

@@ -130,7 +130,8 @@ class SourcePipeline:
 
     async def each_scored(self, prompt: Prompt, samples: Sequence[Sample]) -> tuple[Scored, ...]:
         """Score the responses to one prompt. The result has an error in the place of each response that cannot be
-        scored, which are all if a picture of the prompt has changed or is damaged. Raises EngineError."""
+        scored, which are all if a picture of the prompt has changed or is damaged. Raises EngineError, also if a picture
+        that a tool returned was lost."""
         async with contextlib.AsyncExitStack() as held:
             files: tuple[PictureFile, ...] = ()
             if self.media is not None and prompt.pictures:
@@ -138,13 +139,25 @@ class SourcePipeline:
                     files = await held.enter_async_context(self.media.files(prompt))
                 except PictureError as error:
                     return (RewardError(error.what, where=error.where, fix=error.fix),) * len(samples)
-            responses = [make_response(sample, files) for sample in samples]
+            await held.enter_async_context(self._stored(samples))
+            responses = [self._response(sample, files) for sample in samples]
             return await self.rewards.score(self.source.reward, prompt, responses)
 
     async def judge_early(self, prompt: Prompt, sample: Sample) -> None:
         """Send a finished response to the judges before the other responses of its group are finished; `scored` then
-        uses their cached verdicts."""
-        await self.rewards.judge_early(self.source.reward, prompt, make_response(sample))
+        uses their cached verdicts. Does nothing if a picture that a tool returned was lost, because `scored` says so."""
+        with contextlib.suppress(EngineError):
+            async with self._stored((sample,)):
+                await self.rewards.judge_early(self.source.reward, prompt, self._response(sample))
+
+    def _stored(self, samples: Sequence[Sample]) -> contextlib.AbstractAsyncContextManager[None]:
+        """Keep the pictures of responses in the store of this node."""
+        media = [medium for sample in samples for medium in sample.media]
+        return contextlib.nullcontext() if self.media is None or not media else self.media.stored(media)
+
+    def _response(self, sample: Sample, files: Sequence[PictureFile] = ()) -> Response:
+        tool_files = () if self.media is None or not sample.media else self.media.picture_files(sample.media)
+        return make_response(sample, files, tool_files)
 
     def forget(self, prompt: Prompt) -> None:
         """Forget failed judgements of responses to the prompt, so that they are requested again when the prompt is
@@ -158,11 +171,13 @@ class SourcePipeline:
         return bool(self.source.reward.judges)
 
 
-def make_response(sample: Sample, files: Sequence[PictureFile] = ()) -> Response:
+def make_response(
+    sample: Sample, files: Sequence[PictureFile] = (), tool_files: Sequence[PictureFile] = ()
+) -> Response:
     """Convert a sample to the form that reward functions get. Its length counts only the tokens that the policy
-    generated. `files`: the pictures of its prompt."""
+    generated. `files`: the pictures of its prompt. `tool_files`: those that tools returned."""
     of_environment = dict(sample.reward_parts).get(ENVIRONMENT)
-    return Response(sample.text, sample.own_tokens, is_truncated(sample), of_environment, files)
+    return Response(sample.text, sample.own_tokens, is_truncated(sample), of_environment, files, tool_files)
 
 
 def rewards_of(spec: JobSpec) -> dict[str, RewardSpec]:

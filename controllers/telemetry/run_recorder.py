@@ -432,7 +432,7 @@ class SampleWriter:
         write_samples(self._run_dir, version, self._me, groups)
         prune_steps(self._run_dir, samples.keep)
         if self._blobs is not None and samples.picture_mib:
-            names = (picture.sha256 for group in groups for picture in group.pictures)
+            names = (picture.sha256 for group in groups for picture in group.all_pictures)
             keep_pictures(self._run_dir, version, names, self._blobs)
             prune_pictures(self._run_dir, samples.picture_mib << 20)
 

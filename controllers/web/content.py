@@ -240,7 +240,7 @@ def _add(found: SlotTimelines, lines: list[AccountLine]) -> None:
 
 
 MOST_PICTURES = 8
-"""Maximum number of prompts whose pictures are shown, and of pictures of one prompt."""
+"""Maximum number of prompts whose pictures are shown, of pictures of one prompt, and of those of tools in its responses."""
 
 PICTURE_MOST_BYTES = 64 << 10
 """Maximum size of a picture that is shown; of a larger one the page shows the SHA-256."""
@@ -251,11 +251,12 @@ MEDIA_TYPES = {".png": "image/png", ".jpg": "image/jpeg", ".webp": "image/webp"}
 @dataclass
 class ShownPrompt:
     """A prompt with pictures, and the mean reward of its responses. `pictures`: SHA-256 and data URL of each; the URL is
-    empty if the file was deleted or is too large."""
+    empty if the file was deleted or is too large. `of_tools`: the same of pictures that tools returned in its responses."""
 
     prompt: str
     mean_reward: float
     pictures: list[tuple[str, str]] = field(default_factory=list)
+    of_tools: list[tuple[str, str]] = field(default_factory=list)
 
 
 @dataclass
@@ -275,10 +276,12 @@ def read_pictures(run_dir: Path) -> ShownPictures:
     found = ShownPictures(version.step)
     for line in samples.list_groups(run_dir, version):
         group = samples.read_group(line)
-        if group.pictures and len(found.prompts) < MOST_PICTURES:
-            names = [one.sha256 for one in group.pictures[:MOST_PICTURES]]
-            pictures = [(name, _data_url(samples.find_picture(run_dir, version, name))) for name in names]
-            found.prompts.append(ShownPrompt(group.prompt.text[:MOST_PROMPT], group.mean_reward, pictures))
+        if group.all_pictures and len(found.prompts) < MOST_PICTURES:
+            shown = []
+            for pictures in (group.pictures, [one for sample in group.samples for one in sample.pictures]):
+                names = list(dict.fromkeys(one.sha256 for one in pictures))[:MOST_PICTURES]
+                shown.append([(name, _data_url(samples.find_picture(run_dir, version, name))) for name in names])
+            found.prompts.append(ShownPrompt(group.prompt.text[:MOST_PROMPT], group.mean_reward, *shown))
     return found
 
 

@@ -78,6 +78,8 @@ class JobMedia:
         """By pictures: the task that makes their blobs, kept as long as a held prompt has them."""
         self._prompts: dict[PromptRef, set[Pictures]] = {}
         """The pictures of prompts that are trained, and those that tools returned in responses to them."""
+        self._kept: Counter[str] = Counter()
+        """By SHA-256: how often the blobs of responses are in use (`stored`)."""
         self._used: Counter[Pictures] = Counter()
         """How often pictures are in use beside that."""
         self._reserved: dict[Pictures | PromptRef, int] = {}
@@ -170,7 +172,48 @@ class JobMedia:
     async def files(self, prompt: Prompt) -> AsyncIterator[tuple[PictureFile, ...]]:
         """Yield the files of a prompt's pictures on this node, which stay there until the block ends. Raises as `of`."""
         async with self.in_use(prompt.pictures) as media:
-            yield tuple(PictureFile(str(self.folder / blob_path(one.sha256)), one.sha256) for one in media)
+            yield self.picture_files(media)
+
+    def picture_files(self, media: Iterable[Medium]) -> tuple[PictureFile, ...]:
+        """Where the store of this node keeps pictures."""
+        pictures = [one for one in media if one.kind == "picture"]
+        return tuple(
+            PictureFile(str(self.folder / blob_path(one.sha256)), one.sha256, *one.shape[:2]) for one in pictures
+        )
+
+    @contextlib.asynccontextmanager
+    async def stored(self, media: Collection[Medium]) -> AsyncIterator[None]:
+        """Keep the blobs of media in the store of this node until the block ends; it first fetches those that it has lost.
+        Raises EngineError, so that the prompt is sampled again, if no store has one.
+        """
+        if not media:
+            yield
+            return
+        blobs = {one.sha256: Blob(one.sha256, one.size) for one in media}
+        self._kept.update(blobs.keys())
+        try:
+            await self._bring(blobs)
+            yield
+        finally:
+            self._kept.subtract(blobs.keys())
+            self._kept += Counter()  # drops those that are no longer kept
+
+    async def _bring(self, blobs: Mapping[str, Blob]) -> None:
+        client = await self._blobs.client(self._uid)
+        try:
+            await client.pin(self._me, sorted(blobs), PIN_S)
+            found = await client.fetch(blobs.values(), [])
+            lacking = sorted({*found.unavailable, *found.failed})
+            if lacking:
+                nodes = set[str]().union(*(await self.locate(lacking)).values())
+                found = await client.fetch([blobs[one] for one in lacking], sorted(nodes))
+        except StoreUnreachable as error:
+            raise EngineUnreachable(f"the blob store of this node: {error}", fix=AGAIN) from error
+        except GcoreError as error:
+            raise EngineError(str(error), fix=AGAIN) from error
+        for blob in (*found.unavailable, *found.failed):
+            why = found.failed.get(blob) or "no store has it"
+            raise PicturesUnavailable(f"picture {blob} of a response was lost ({why})", fix=AGAIN)
 
     async def in_request(self, prompt: Prompt, *, trained: bool) -> RequestPictures:
         """The pictures of a prompt as a request to an engine names them. Raises EngineError. `trained`: whether their
@@ -224,6 +267,8 @@ class JobMedia:
         try:
             made = [await client.make_picture(one, self._me, PIN_S) for one in pictures]
         except DataError as error:
+            if any(Path(one.path).is_relative_to(self.folder) for one in pictures):  # pictures of tools, for a judge
+                raise EngineUnreachable(f"the blob store of this node: {error.what}", fix=AGAIN) from error
             raise PictureError(error.what, where=error.where, fix=error.fix) from error
         except StoreUnreachable as error:
             raise EngineUnreachable(f"the blob store of this node: {error}", fix=AGAIN) from error
@@ -279,7 +324,7 @@ class JobMedia:
             needed = set(self._used).union(*self._prompts.values())
             gone = [pictures for pictures, task in self._making.items() if pictures not in needed and task.done()]
             dropped = self._names(self._making.pop(pictures) for pictures in gone)
-            kept = self._names(task for task in self._making.values() if task.done())
+            kept = self._names(task for task in self._making.values() if task.done()) | self._kept.keys()
             if self._reserved:
                 wanted = needed | self._making.keys() | held
                 self._reserved = {one: size for one, size in self._reserved.items() if one in wanted}

@@ -416,8 +416,8 @@ class JudgeSpec(Section):
     images: bool = Field(
         False,
         exclude_if=lambda images: not images,
-        description="Show the prompt's pictures to the judge, a vision-language model or a classifier with a vision part, where the template has "
-        "`images` or `prompt`",
+        description="Show the prompt's pictures, and those that tools returned in a response, to the judge: a vision-language model, or a classifier with a vision part. "
+        "`images` or `prompt` in the template has the prompt's; `response`, or `response_images`, has those of tools",
     )
     chat: bool = Field(
         False, description="Apply the tokenizer's chat template to the input; false: the input is plain text"

@@ -86,7 +86,7 @@ class SamplesSpec(Section):
     )
     picture_mib: Annotated[int, Field(ge=0)] = Field(
         256,
-        description="Maximum size of the stored pictures of prompts, in MiB; those of the oldest steps are deleted first. 0: none",
+        description="Maximum size of the stored pictures of prompts and tools, in MiB; those of the oldest steps are deleted first. 0: none",
     )
 
     def due(self, step: int) -> bool:

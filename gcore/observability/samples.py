@@ -35,7 +35,7 @@ from gcore.ledger.selection import is_ancestor
 from gcore.media.protocol import blob_path
 from gcore.schema import Record, RecordPart, UnreadableRecord
 from gcore.system.files import replace_file
-from gcore.types import FinishReason, Group, PromptRef, Range, Version
+from gcore.types import FinishReason, Group, Medium, PromptRef, Range, Version
 
 
 def choose_groups(seal: Seal, limit: int) -> tuple[SealedGroup, ...]:
@@ -70,13 +70,33 @@ class KeptText(RecordPart):
         return cls(text=kept, more=max(0, len(text) - characters))
 
 
+class KeptPicture(RecordPart):
+    """A picture of a kept prompt or response: SHA-256 of its blob, its size in bytes, height and width in pixels."""
+
+    sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+    size: int
+    height: int
+    width: int
+
+    @classmethod
+    def of(cls, media: Iterable[Medium]) -> tuple[KeptPicture, ...]:
+        """The pictures among media, in their order."""
+        return tuple(
+            cls(sha256=one.sha256, size=one.size, height=one.shape[0], width=one.shape[1])
+            for one in media
+            if one.kind == "picture"
+        )
+
+
 class KeptSample(RecordPart):
     """One kept response.
 
     `tokens`: its length. `parts`: name and value of the parts of its reward. `versions`: the policy versions that
     generated it. `observed`: character ranges [start, end) that the policy did not generate, such as tool output;
-    `observed_tokens`: their number of tokens.
+    `observed_tokens`: their number of tokens. `pictures`: those that tools returned, in their order.
     """
+
+    came_with: ClassVar[Mapping[str, int]] = {"pictures": 3}
 
     response: KeptText
     tokens: int
@@ -87,15 +107,7 @@ class KeptSample(RecordPart):
     versions: tuple[str, ...] = ()
     observed: tuple[Range, ...] = ()
     observed_tokens: int = 0
-
-
-class KeptPicture(RecordPart):
-    """A picture of a kept prompt: SHA-256 of its blob, its size in bytes, height and width in pixels."""
-
-    sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
-    size: int
-    height: int
-    width: int
+    pictures: tuple[KeptPicture, ...] = ()
 
 
 class KeptGroup(Record):
@@ -116,6 +128,11 @@ class KeptGroup(Record):
     holder: str
     samples: tuple[KeptSample, ...]
     pictures: tuple[KeptPicture, ...] = ()
+
+    @property
+    def all_pictures(self) -> tuple[KeptPicture, ...]:
+        """The pictures of the prompt and of all responses."""
+        return (*self.pictures, *(picture for sample in self.samples for picture in sample.pictures))
 
     @property
     def mean_reward(self) -> float:
@@ -153,6 +170,7 @@ def make_kept_group(group: Group, digest: str, prompt: str, answer: str, holder:
             versions=tuple(sorted({str(span.version) for span in sample.spans})),
             observed=tuple((start, min(end, characters)) for start, end in sample.observed_text if start < characters),
             observed_tokens=len(sample.token_ids) - sample.own_tokens,
+            pictures=KeptPicture.of(sample.media),
         )
         for sample in group.samples
     )
@@ -166,11 +184,7 @@ def make_kept_group(group: Group, digest: str, prompt: str, answer: str, holder:
         temperature=group.temperature,
         holder=holder,
         samples=samples,
-        pictures=tuple(
-            KeptPicture(sha256=one.sha256, size=one.size, height=one.shape[0], width=one.shape[1])
-            for one in group.media
-            if one.kind == "picture"
-        ),
+        pictures=KeptPicture.of(group.media),
     )
 
 

@@ -4,7 +4,8 @@
     process -> controller   {"ready": true, "facts": {"batch_rewards": [REWARD...]}}                 once; REWARD is an index
     controller -> process   [[REWARD, FIELDS, [[TEXT, TOKENS, TRUNCATED, ENVIRONMENT]...], GROUP]...]       a batch of calls;
                                                                                       null for a response: check FIELDS;
-                                   [[PATH, SHA256]...] after ENVIRONMENT if the prompt has pictures
+                                   [[PATH, SHA256, HEIGHT, WIDTH]...] after ENVIRONMENT for pictures of the
+                                   prompt, and another such list for those of tools
     process -> controller   [[VALUE, [[PART, NUMBER]...]] or {"what": ...}...]        per call, in order, several at once
 
 With GROUP true the responses of an item are one call, for a batch reward. Otherwise each response is a call.

@@ -56,10 +56,13 @@ class RewardError(TracedError):
 
 
 class PictureFile(NamedTuple):
-    """A file with a picture of a prompt, on this machine. `sha256`: of its bytes, 64 hex digits; empty: not known."""
+    """A file with a picture of a prompt or of a tool, on this machine. `sha256`: of its bytes, 64 hex digits; empty: not
+    known. `height`, `width`: in pixels; 0: not known."""
 
     path: str
     sha256: str = ""
+    height: int = 0
+    width: int = 0
 
 
 class Response(str):
@@ -68,9 +71,11 @@ class Response(str):
     Rewards that need only the text can use it as a plain string.
     """
 
-    __slots__ = ("environment", "files", "tokens", "truncated")
+    __slots__ = ("environment", "files", "tokens", "tool_files", "truncated")
     files: tuple[PictureFile, ...]
     """The pictures of its prompt, which `pictures` checks."""
+    tool_files: tuple[PictureFile, ...]
+    """The pictures that tools returned in it, which `tool_pictures` checks."""
     tokens: int | None
     """Length in tokens, including the end token; None if unknown."""
     truncated: bool
@@ -84,12 +89,14 @@ class Response(str):
         tokens: int | None = None,
         truncated: bool = False,
         environment: float | None = None,
-        files: Iterable[tuple[str, str]] = (),
+        files: Iterable[Sequence[Any]] = (),
+        tool_files: Iterable[Sequence[Any]] = (),
     ) -> Response:
-        """Create a response from `text` and what else is known about it. `files`: pairs as `PictureFile`."""
+        """Create a response from `text` and what else is known about it. `files`, `tool_files`: as `PictureFile`."""
         response = super().__new__(cls, text)
         response.tokens, response.truncated, response.environment = tokens, truncated, environment
         response.files = tuple(PictureFile(*one) for one in files)
+        response.tool_files = tuple(PictureFile(*one) for one in tool_files)
         return response
 
     @property
@@ -99,14 +106,25 @@ class Response(str):
         Each access reads them and compares their bytes with the SHA-256. Raises RewardError if one is missing or has
         changed.
         """
-        for path, sha256 in self.files:
-            try:
-                found = hashlib.sha256(Path(path).read_bytes()).hexdigest()
-            except OSError as error:
-                raise RewardError(f"cannot read a picture of the prompt ({error.strerror})", where=path) from error
-            if sha256 and found != sha256:
-                raise RewardError("a picture of the prompt has other bytes than its SHA-256 says", where=path)
-        return tuple(Path(path) for path, _ in self.files)
+        return _checked_files(self.files, "the prompt")
+
+    @property
+    def tool_pictures(self) -> tuple[Path, ...]:
+        """The files of the pictures that tools returned in this response, in the order in which the policy saw them. As
+        `pictures` otherwise.
+        """
+        return _checked_files(self.tool_files, "a tool")
+
+
+def _checked_files(files: Sequence[PictureFile], whose: str) -> tuple[Path, ...]:
+    for path, sha256, *_ in files:
+        try:
+            found = hashlib.sha256(Path(path).read_bytes()).hexdigest()
+        except OSError as error:
+            raise RewardError(f"cannot read a picture of {whose} ({error.strerror})", where=path) from error
+        if sha256 and found != sha256:
+            raise RewardError(f"a picture of {whose} has other bytes than its SHA-256 says", where=path)
+    return tuple(Path(one.path) for one in files)
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,7 +86,7 @@ def setup_line(sources: Sequence[str], specs: Sequence[RewardSpec], memory_mb: i
 
 _ToldResponse = tuple[Any, ...]
 """A response as it is sent: text, length in tokens, whether it was truncated, reward of its environment or agent; and if
-its prompt has pictures, path and SHA-256 of each."""
+there are any, the pictures of its prompt and those of tools (`PictureFile`)."""
 
 
 def batch_line(calls: Sequence[ScoringCall]) -> bytes:
@@ -104,6 +104,8 @@ def batch_line(calls: Sequence[ScoringCall]) -> bytes:
 
 def _told(response: Response) -> _ToldResponse:
     told = (response, response.tokens, response.truncated, response.environment)
+    if response.tool_files:
+        return (*told, response.files, response.tool_files)
     return (*told, response.files) if response.files else told
 
 

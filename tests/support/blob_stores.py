@@ -7,7 +7,7 @@ import json
 import os
 import socket
 import subprocess
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -228,3 +228,6 @@ class TwoStores:
 
     def job_folder(self, job: str) -> Path:
         return self._own.folder / job
+
+    async def locate(self, job: str, blobs: Sequence[str]) -> dict[str, list[str]]:
+        return {blob: [one.name for one in (self._own, self._other) if one.path(blob, job).exists()] for blob in blobs}

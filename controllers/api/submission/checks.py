@@ -308,7 +308,8 @@ class CheckedJudge:
         where = f"judges.{self.number} ({self.spec.name!r}), source {source!r}"
         try:
             pairwise = self.spec.mode == "pairwise"
-            question = self.question.between(prompt, "", "") if pairwise else self.question.about(prompt, "")
+            asked = self.question.between(prompt, "", "") if pairwise else self.question.about(prompt, "")
+            question, pictures = asked
         except JudgeError as error:
             raise SpecError(error.what, where=where, fix=error.fix) from error
         if self.encoder is None:
@@ -324,7 +325,6 @@ class CheckedJudge:
             )
         limit = given or own
         try:
-            pictures = prompt.pictures if self.spec.images else ()
             short, expanded = self.encoder.encode(question, pictures, None)
         except DataError as error:
             raise SpecError(

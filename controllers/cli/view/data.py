@@ -6,7 +6,7 @@ color it. Long texts are truncated; JSON has the full texts. Progress bars are d
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -88,7 +88,7 @@ def mark_observed_text(response: pb.SampleResponse) -> str:
 
 
 def picture_line(picture: pb.SamplePicture) -> str:
-    """A picture of a prompt as text: its file, or its SHA-256 if the file was deleted, and its size in pixels."""
+    """A picture of a prompt or of a tool as text: its file, or its SHA-256 if the file was deleted, and its size in pixels."""
     where = printable_text(picture.file, 1000) if picture.file else f"sha256:{picture.sha256}, deleted"
     return f"picture: {where} ({picture.width} x {picture.height} pixels)"
 
@@ -114,6 +114,7 @@ def _cell(response: pb.SampleResponse) -> RenderableType:
         (f"{reward_text(response)}\n", f"bold {style}"),
         (f"{response_details(response)}\n", QUIET),
         clip_text(mark_observed_text(response), RESPONSE_CHARACTERS, response.text.more),
+        *((f"\n{picture_line(one)}", QUIET) for one in response.pictures),
     )
 
 
@@ -128,6 +129,7 @@ def _plain(group: pb.SampleGroup) -> str:
     for response in group.responses:
         lines.append(f"  response {response.index}: {reward_text(response)}; {response_details(response)}")
         lines.append(_indented("", clip_text(mark_observed_text(response), RESPONSE_CHARACTERS, response.text.more)))
+        lines += [f"    {picture_line(one)}" for one in response.pictures]
     return "\n".join(lines)
 
 
@@ -163,10 +165,14 @@ def _group_tree(group: pb.SampleGroup) -> dict[str, Any]:
     return {
         **message_tree(group, "ref", "source", "holder", "digest"),
         **prompt,
-        "pictures": [message_tree(one, "sha256", "bytes", "height", "width", "file") for one in group.pictures],
+        "pictures": _picture_trees(group.pictures),
         **message_tree(group, "prompt_tokens", "answer", "temperature"),
         "responses": [_response_tree(response) for response in group.responses],
     }
+
+
+def _picture_trees(pictures: Iterable[pb.SamplePicture]) -> list[dict[str, Any]]:
+    return [message_tree(one, "sha256", "bytes", "height", "width", "file") for one in pictures]
 
 
 def _response_tree(response: pb.SampleResponse) -> dict[str, Any]:
@@ -179,6 +185,7 @@ def _response_tree(response: pb.SampleResponse) -> dict[str, Any]:
         **message_tree(response, "advantage", "advantage_least", "advantage_most", "finish_reason", "masked"),
         "observed": [[told.start, told.end] for told in response.observed],
         **message_tree(response, "observed_tokens", "versions"),
+        "pictures": _picture_trees(response.pictures),
     }
 
 

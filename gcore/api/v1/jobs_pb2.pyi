@@ -608,7 +608,7 @@ class SampleText(_message.Message):
     def __init__(self, text: _Optional[str] = ..., more: _Optional[int] = ...) -> None: ...
 
 class SampleResponse(_message.Message):
-    __slots__ = ("index", "text", "tokens", "reward", "parts", "advantage", "advantage_least", "advantage_most", "finish_reason", "masked", "versions", "observed", "observed_tokens")
+    __slots__ = ("index", "text", "tokens", "reward", "parts", "advantage", "advantage_least", "advantage_most", "finish_reason", "masked", "versions", "observed", "observed_tokens", "pictures")
     INDEX_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -622,6 +622,7 @@ class SampleResponse(_message.Message):
     VERSIONS_FIELD_NUMBER: _ClassVar[int]
     OBSERVED_FIELD_NUMBER: _ClassVar[int]
     OBSERVED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PICTURES_FIELD_NUMBER: _ClassVar[int]
     index: int
     text: SampleText
     tokens: int
@@ -635,7 +636,8 @@ class SampleResponse(_message.Message):
     versions: _containers.RepeatedScalarFieldContainer[str]
     observed: _containers.RepeatedCompositeFieldContainer[ObservedText]
     observed_tokens: int
-    def __init__(self, index: _Optional[int] = ..., text: _Optional[_Union[SampleText, _Mapping]] = ..., tokens: _Optional[int] = ..., reward: _Optional[float] = ..., parts: _Optional[_Iterable[_Union[RewardPart, _Mapping]]] = ..., advantage: _Optional[float] = ..., advantage_least: _Optional[float] = ..., advantage_most: _Optional[float] = ..., finish_reason: _Optional[str] = ..., masked: _Optional[bool] = ..., versions: _Optional[_Iterable[str]] = ..., observed: _Optional[_Iterable[_Union[ObservedText, _Mapping]]] = ..., observed_tokens: _Optional[int] = ...) -> None: ...
+    pictures: _containers.RepeatedCompositeFieldContainer[SamplePicture]
+    def __init__(self, index: _Optional[int] = ..., text: _Optional[_Union[SampleText, _Mapping]] = ..., tokens: _Optional[int] = ..., reward: _Optional[float] = ..., parts: _Optional[_Iterable[_Union[RewardPart, _Mapping]]] = ..., advantage: _Optional[float] = ..., advantage_least: _Optional[float] = ..., advantage_most: _Optional[float] = ..., finish_reason: _Optional[str] = ..., masked: _Optional[bool] = ..., versions: _Optional[_Iterable[str]] = ..., observed: _Optional[_Iterable[_Union[ObservedText, _Mapping]]] = ..., observed_tokens: _Optional[int] = ..., pictures: _Optional[_Iterable[_Union[SamplePicture, _Mapping]]] = ...) -> None: ...
 
 class ObservedText(_message.Message):
     __slots__ = ("start", "end")

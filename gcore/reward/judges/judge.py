@@ -36,7 +36,7 @@ from typing import Any, Generic, TypeVar, cast
 
 from gcore.config.reward import JudgeSpec
 from gcore.reward.judges.parsers import CheckedParser, find_parser
-from gcore.reward.judges.template import Question
+from gcore.reward.judges.template import AskedQuestion, Question, tool_pictures
 from gcore.reward.judges.types import (
     Answer,
     ChatCall,
@@ -273,7 +273,7 @@ MOST_IN_VAIN = 4096
 """Maximum number of prompts whose failures are cached."""
 
 _EQUAL = Judgement(0.5, 0, 0)
-"""Result for two responses with equal text, which are not sent to the judge."""
+"""Result for two responses that look the same to the judge, which are not sent to it."""
 
 
 def vote_seed(judge: str, question: str, vote: int, pictures: Sequence[PictureRef] = ()) -> int:
@@ -349,7 +349,7 @@ class Judge:
         )
         told = dict(zip(asked, outcomes, strict=True))
         verdicts = {order: one.value for order, one in told.items() if isinstance(one, Judgement)}
-        different = [(i, j) for i, j in pairs if responses[i] != responses[j]]
+        different = [(i, j) for i, j in pairs if not self._is_equal(responses[i], responses[j])]
         share = disagreement(different, verdicts)
         if share is not None:
             self._seen.disagreed(self.spec.name, share)
@@ -380,12 +380,17 @@ class Judge:
         return Judgement(value, sum(one.votes for one in judged), sum(one.unreadable for one in judged), example)
 
     async def _compared(self, prompt: Prompt, first: str, second: str) -> Judgement:
-        if first == second:
+        if self._is_equal(first, second):
             return _EQUAL
         return await self._judged(prompt, self._question.between(prompt, first, second))
 
-    async def _judged(self, prompt: Prompt, question: str) -> Judgement:
-        pictures = prompt.pictures if self.spec.images else ()
+    def _is_equal(self, first: str, second: str) -> bool:
+        """Whether two responses look the same to the judge."""
+        seen = [[one.sha256 for one in tool_pictures(response)] for response in (first, second)]
+        return first == second and (seen[0] == seen[1] or not self.spec.images)
+
+    async def _judged(self, prompt: Prompt, asked: AskedQuestion) -> Judgement:
+        question, pictures = asked
         key = question_key(self._digest, question, pictures)
         judged = await self._remembered.get(
             key, lambda: self._settled(question, pictures), lambda: self._seen.remembered(self.spec.name)

@@ -19,10 +19,11 @@ question.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jinja2
 from jinja2 import Undefined, nodes, pass_context
@@ -34,8 +35,9 @@ from jinja2.visitor import NodeTransformer
 from gcore.config.reward import LONGEST_TEMPLATE, JudgeSpec
 from gcore.data.templates import FOREIGN_FAILURES, UNCOMPILED, Sandbox, template_problem
 from gcore.errors import SpecError, did_you_mean
+from gcore.reward.api import Response
 from gcore.reward.judges.types import IMAGE_MARK, JudgeError, Unjudgeable
-from gcore.types import Prompt
+from gcore.types import PictureRef, Prompt
 
 LONGEST_TEXT = 1_000_000
 """Maximum length of a question, and of any intermediate text, in characters."""
@@ -414,14 +416,42 @@ RESPONSES = {"pointwise": ("response",), "pairwise": ("first", "second")}
 """Variable names of the responses, by the judge's mode."""
 
 
+def images_of(response: str) -> str:
+    """Name of the variable with the pictures that tools returned in the response of this name."""
+    return f"{response}_images"
+
+
+_MARKS = (IMAGE_MARK, "\ufdd1", "\ufdd2")
+"""Stand for the pictures while a question is rendered: those of the prompt, of the first and of the second response."""
+
+_ANY_MARK = re.compile(f"[{''.join(_MARKS)}]")
+
+
+class AskedQuestion(NamedTuple):
+    """A rendered question. `pictures`: those that it shows, one for each `IMAGE_MARK` in `text`."""
+
+    text: str
+    pictures: tuple[PictureRef, ...] = ()
+
+
+def tool_pictures(response: str) -> tuple[PictureRef, ...]:
+    """The pictures that tools returned in a response, as a judge gets them."""
+    files = response.tool_files if isinstance(response, Response) else ()
+    return tuple(PictureRef(one.path, one.sha256, one.height, one.width, one.height, one.width) for one in files)
+
+
 class Question:
     """Renders one judge's questions from its template. Create it with `Question.compile`. Stateless."""
 
-    def __init__(self, template: jinja2.Template, judge: str, images: bool, picture_text: str) -> None:
+    def __init__(
+        self, template: jinja2.Template, judge: str, images: bool, picture_text: str, apart: frozenset[str]
+    ) -> None:
+        """`apart`: the responses whose pictures the template shows by a variable of their own."""
         self._template = template
         self._judge = judge
         self._images = images
         self._picture_text = picture_text
+        self._apart = apart
 
     @classmethod
     def compile(cls, spec: JudgeSpec, where: str, picture_text: str = "") -> Question:
@@ -433,22 +463,24 @@ class Question:
             tree = sandbox.parse(source)
             asked = find_undeclared_variables(tree) - set(sandbox.globals)
             _check_names(tree, asked, spec, where)
-            return cls(sandbox.bounded(tree), spec.name, spec.images, picture_text)
+            apart = frozenset(name for name in RESPONSES[spec.mode] if images_of(name) in asked)
+            return cls(sandbox.bounded(tree), spec.name, spec.images, picture_text, apart)
         except UNCOMPILED as error:
             raise SpecError(
                 f"the template is not valid ({template_problem(error)})", where=where, fix="Correct it"
             ) from error
 
-    def about(self, prompt: Prompt, response: str) -> str:
+    def about(self, prompt: Prompt, response: str) -> AskedQuestion:
         """Render the question about one response, for a pointwise judge. Raises JudgeError."""
-        return self._rendered(prompt, {"response": str(response)})
+        return self._rendered(prompt, {"response": response})
 
-    def between(self, prompt: Prompt, first: str, second: str) -> str:
+    def between(self, prompt: Prompt, first: str, second: str) -> AskedQuestion:
         """Render the question that compares two responses in this order, for a pairwise judge. Raises JudgeError."""
-        return self._rendered(prompt, {"first": str(first), "second": str(second)})
+        return self._rendered(prompt, {"first": first, "second": second})
 
-    def _rendered(self, prompt: Prompt, responses: dict[str, str]) -> str:
-        given: dict[str, Any] = {"prompt": prompt.text, "fields": prompt.fields, **responses, **BoundedSandbox.turns()}
+    def _rendered(self, prompt: Prompt, responses: Mapping[str, str]) -> AskedQuestion:
+        texts = {name: str(response) for name, response in responses.items()}
+        given: dict[str, Any] = {"prompt": prompt.text, "fields": prompt.fields, **texts, **BoundedSandbox.turns()}
         if self._images:
             given |= self._seen(prompt, responses)
         pieces, length = [], 0
@@ -466,21 +498,41 @@ class Question:
                 fix="Change the template, or the data",
             ) from error
         question = "".join(pieces)
-        if self._images and (shown := question.count(IMAGE_MARK)) != len(prompt.pictures):
-            raise JudgeError(
-                f"the template of judge {self._judge!r} shows {shown} pictures, but the prompt has {len(prompt.pictures)}",
-                fix="Show each picture once: by {{ images }}, or by {{ prompt }}, which has them in their places",
-            )
-        return question
+        if not self._images:
+            return AskedQuestion(question)
+        shown = dict(zip(_MARKS, ("the prompt", *(f"{name!r}" for name in responses)), strict=False))
+        of = dict(zip(_MARKS, (prompt.pictures, *map(tool_pictures, responses.values())), strict=False))
+        for mark in _MARKS:
+            self._check_count(question.count(mark), len(of.get(mark, ())), shown.get(mark, "the entry"))
+        left = {mark: iter(pictures) for mark, pictures in of.items()}
+        pictures = tuple(next(left[mark]) for mark in _ANY_MARK.findall(question))
+        return AskedQuestion(_ANY_MARK.sub(IMAGE_MARK, question), pictures)
+
+    def _check_count(self, shown: int, count: int, whose: str) -> None:
+        if shown == count:
+            return
+        if whose == "the prompt":
+            fix = "Show each picture once: by {{ images }}, or by {{ prompt }}, which has them in their places"
+        else:
+            name = whose.strip("'")
+            fix = f"Show each picture once: by {{{{ {name} }}}}, which has them at its end, or by {{{{ {images_of(name)} }}}}"
+        raise JudgeError(
+            f"the template of judge {self._judge!r} shows {shown} pictures, but {whose} has {count}", fix=fix
+        )
 
     def _seen(self, prompt: Prompt, responses: Mapping[str, str]) -> dict[str, str]:
-        """The template's variables for a judge that sees pictures: `images` and `prompt` have a mark for each picture,
-        and nothing else has one."""
+        """The template's variables for a judge that sees pictures. `images` and `prompt` have a mark for each picture of
+        the prompt. A response has one for each picture of tools at its end, or its variable for pictures (`images_of`) has
+        them if the template uses it. Nothing else has marks."""
         given = {
-            name: text.replace(IMAGE_MARK, "\ufffd") for name, text in (("prompt", prompt.text), *responses.items())
+            name: _ANY_MARK.sub("\ufffd", str(text)) for name, text in (("prompt", prompt.text), *responses.items())
         }
         if self._picture_text:
             given["prompt"] = given["prompt"].replace(self._picture_text, IMAGE_MARK)
+        for mark, (name, response) in zip(_MARKS[1:], responses.items(), strict=False):
+            marks = mark * len(tool_pictures(response))
+            given[images_of(name)] = marks
+            given[name] += "" if name in self._apart else marks
         return given | {"images": IMAGE_MARK * len(prompt.pictures)}
 
 
@@ -506,7 +558,8 @@ def _check_names(tree: nodes.Template, asked: set[str], spec: JudgeSpec, where: 
     """Raise SpecError unless the template uses only known names and outputs the responses, and the pictures if the judge
     sees them. `asked`: names that the template uses."""
     responses = RESPONSES[spec.mode]
-    known = ("prompt", *responses, "fields", *["images"] * spec.images)
+    seen = ("images", *map(images_of, responses)) if spec.images else ()
+    known = ("prompt", *responses, "fields", *seen)
     for name in sorted(asked - set(known)):
         line = next((node.lineno for node in tree.find_all(nodes.Name) if node.name == name), 1)
         raise SpecError(

@@ -128,6 +128,15 @@ def crop(argument, pictures):
     image.save(file, "PNG")
     return ToolResult("", [file.getvalue()])
 
+def opened(response, fields):
+    if not response.tool_pictures:
+        return -1.0
+    (whole,), (half,) = response.pictures, response.tool_pictures
+    return float(Image.open(half).size == (32, 16) and Image.open(half).mode == "RGB")
+
+def parse(answer, spec):
+    return 0.25
+
 class Looks:
     def __init__(self, setting):
         self.tools = setting.tools
@@ -155,7 +164,18 @@ def test_responses_with_pictures_of_a_tool_are_trained_and_evaluated(spec: Path,
         "tools": {"names": ["zoom.py:crop"], "max_pictures": 1, "max_pixels": 1024, "timeout_s": 60},
     }
     tree["rollout"] |= {"max_new_tokens": 8, "stop": ["1", "2", "3"], "truncated": "keep"}
-    tree["reward"] = {"name": "environment"}
+    make_tiny_vision_model(tmp_path / "judge", seed=2)
+    judge = {
+        "name": "eye",
+        "model": {"path": str(tmp_path / "judge")},
+        "images": True,
+        "template": "{{ prompt }}{{ response }}",
+        "max_new_tokens": 2,
+        "verdict": {"parser": "zoom.py:parse"},
+        "serving": {"replicas": 1},
+    }
+    tree["judges"] = [judge]
+    tree["reward"] = [{"name": "environment"}, {"file": "zoom.py:opened", "weight": 0}, {"judge": "eye", "weight": 0}]
     tree["flow"] |= {"steps": 2, "groups_per_step": 4}
     tree["eval"] = {"path": tree["data"]["path"], "every": 2, "limit": 4}
     spec.write_text(yaml.safe_dump(tree))
@@ -165,6 +185,13 @@ def test_responses_with_pictures_of_a_tool_are_trained_and_evaluated(spec: Path,
     made = [one for group in json.loads(gcore(*command).stdout)["groups"] for one in group["responses"]]
     told = {int(one["observed_tokens"]) for one in made} - {0}
     assert told == {4}, "two placeholders, and a token before and after them"
+    for one in made:
+        shows = one["observed_tokens"] > 0
+        assert (len(one["pictures"]), one["parts"]["opened"]) == ((1, 1.0) if shows else (0, -1.0))
+        assert one["parts"]["eye"] == 0.25, "the judge's question has as many pictures as the response"
+        for picture in one["pictures"]:
+            assert hashlib.sha256(Path(picture["file"]).read_bytes()).hexdigest() == picture["sha256"]
+            assert (picture["width"], picture["height"]) == (32, 16)
     (records,) = home.glob("runs/*/metrics.jsonl")
     lines = [json.loads(line) for line in records.read_text().splitlines()]
     assert sum(one["kind"] == "step" for one in lines) == 2

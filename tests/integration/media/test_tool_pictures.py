@@ -16,6 +16,7 @@ from engine_processes import TORCH, engine_process
 
 from controllers.changes import ChangeSignal
 from controllers.flow.episodes import EnvironmentEpisodes, EpisodeRequest
+from controllers.flow.job_data import make_response
 from controllers.workers.job_media import JobMedia
 from gcore.config import parse_spec
 from gcore.data.renderer import PromptRenderer
@@ -23,7 +24,8 @@ from gcore.media.client import BlobHttp, read_counters
 from gcore.media.placeholders import PictureRule
 from gcore.models.vision import PictureProcessor, media_token_ids, picture_arguments
 from gcore.reward.api import RewardError
-from gcore.rollout.api import SamplingParams
+from gcore.reward.judges.template import tool_pictures
+from gcore.rollout.api import PicturesUnavailable, SamplingParams
 from gcore.rollout.client import EngineClient
 from gcore.rollout.environments.api import PICTURE, Done, Observation, Setting, Turn
 from gcore.rollout.environments.pool import ToolPool
@@ -203,6 +205,41 @@ class Speaker:
 
     async def generate(self, version: Version, *_: Any, seat: Any) -> tuple[Sample, ...]:
         return (Sample((5,), (-1.0,), "", "stop", (VersionSpan(version, 0, 1),)),)
+
+
+async def test_pictures_of_tools_that_this_nodes_store_has_lost_are_scored_from_another_store(
+    start: Start, http: BlobHttp, tmp_path: Path, model: Path
+) -> None:
+    own, other = start("n1"), start("n2")
+    own.set_nodes(other)
+    other.set_nodes(own)
+    stores: Any = TwoStores(own, other, http)
+    media = JobMedia(stores, JOB, "n1.1", lambda: {REF}, frozenset, ChangeSignal(), str, SystemClock())
+    episodes, pool = make_episodes(media, Speaker(), tmp_path, "", {"max_pictures": 2})
+    try:
+        (sample,) = await episodes.side_by_side(make_request(model, make_prompt(model, tmp_path)), [5], "a")
+        (small, large) = sample.media
+        await media.name_pictures((), sample.media, 1, (1,)).at_node("n2")
+        for medium in sample.media:
+            own.path(medium.sha256).unlink()
+        async with media.stored(sample.media):
+            response = make_response(sample, (), media.picture_files(sample.media))
+            assert [hashlib.sha256(path.read_bytes()).hexdigest() for path in response.tool_pictures] == [
+                small.sha256,
+                large.sha256,
+            ]
+            (seen,) = [one for one in tool_pictures(response) if one.sha256 == small.sha256]
+            async with media.in_use((seen, seen._replace(target_height=32, target_width=32))) as shown:
+                assert shown[0] == small
+                assert shown[1].shape == (32, 32, 3), "a judge may see it in another size"
+        for store in (own, other):
+            store.path(small.sha256).unlink()
+        with pytest.raises(PicturesUnavailable, match=f"picture {small.sha256} of a response was lost"):
+            async with media.stored(sample.media):
+                raise AssertionError("no store has it")
+    finally:
+        await pool.close()
+        await media.close(ended=False)
 
 
 @pytest.mark.parametrize(

@@ -62,6 +62,8 @@ def score(response, fields, spec):
         return RewardResult(sum(name.split(".")[0] in ("torch", "grpc", "transformers", "controllers") for name in sys.modules))
     if word == "pictures":
         return RewardResult(sum(len(path.read_bytes()) for path in response.pictures), (("count", len(response.files)),))
+    if word == "shown":
+        return RewardResult(sum(len(path.read_bytes()) for path in response.tool_pictures), (("prompt", len(response.pictures)),))
     if word == "tokens":
         return RewardResult(response.tokens, (("truncated", response.truncated),))
     return RewardResult(len(response) + fields.get("bonus", 0), (("letters", len(response)),))
@@ -142,6 +144,21 @@ async def test_a_reward_opens_the_pictures_of_the_prompt_with_verified_bytes(ope
             "a picture of the prompt has other bytes than its SHA-256 says",
             "cannot read a picture of the prompt (No such file or directory)",
         ]
+
+
+async def test_a_reward_opens_the_pictures_that_tools_returned_in_its_response(opened: Opened, tmp_path: Path) -> None:
+    path = tmp_path / "picture"
+    path.write_bytes(b"pixels")
+    good, changed = [(str(path), hashlib.sha256(b"pixels").hexdigest(), 8, 16)], [(str(path), "ab" * 32, 8, 16)]
+    async with opened() as pool:
+        pairs = (((), good), (good, good * 2), (good, ()), ((), changed))
+        given = [Response("shown", files=of_prompt, tool_files=of_tools) for of_prompt, of_tools in pairs]
+        results = await pool.score(pool.spec, {}, given)  # type: ignore[attr-defined]
+        assert results[:3] == tuple(
+            RewardResult(value, (("prompt", count),)) for value, count in ((6, 0.0), (12, 1.0), (0, 1.0))
+        )
+        assert isinstance(results[3], RewardError)
+        assert results[3].what == "a picture of a tool has other bytes than its SHA-256 says"
 
 
 async def test_timed_out_reward_has_the_configured_value_and_a_part_that_says_so(opened: Opened) -> None:

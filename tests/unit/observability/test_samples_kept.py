@@ -210,6 +210,41 @@ async def test_pictures_are_linked_into_the_folder_of_their_step(tmp_path: Path)
     assert files[0].read_bytes() == PNG
 
 
+async def test_pictures_of_tools_are_kept_with_their_response(tmp_path: Path) -> None:
+    run_dir, blobs = tmp_path / "run", tmp_path / "blobs"
+    png, jpeg = stored_picture(blobs, PNG), stored_picture(blobs, JPEG)
+    one = replace(group(0, 1), media=(png,))
+    first, second = one.samples
+    first = Sample(output=first.output._replace(media=(jpeg, png)), finish_reason="stop")
+    one = replace(one, samples=(first, second))
+    samples = keeper(run_dir, blobs=blobs, picture_mib=2)
+    samples.note(mirror(seal([sealed(one)], SealState.READY, 1), step=0), holding(one).group)
+    await samples.write()
+    (kept,) = folder.read_groups(run_dir, Version(0, 1))
+    assert [[picture.sha256 for picture in sample.pictures] for sample in kept.samples] == [
+        [jpeg.sha256, png.sha256],
+        [],
+    ]
+    assert [picture.sha256 for picture in kept.all_pictures] == [png.sha256, jpeg.sha256, png.sha256]
+    file = find_picture(run_dir, Version(0, 1), jpeg.sha256)
+    assert file is not None
+    assert file.samefile(blobs / jpeg.sha256[:2] / jpeg.sha256)
+    samples = keeper(run_dir, blobs=blobs, picture_mib=1)
+    two = replace(group(0, 2), media=(stored_picture(blobs, PNG + bytes(300_000)),))
+    samples.note(mirror(seal([sealed(two)], SealState.READY, 2), step=1), holding(two).group)
+    await samples.write()
+    assert find_picture(run_dir, Version(0, 1), jpeg.sha256) is None, "the bound counts pictures of tools"
+
+
+def test_a_kept_sample_of_an_older_schema_version_has_no_pictures_of_tools() -> None:
+    medium = Medium("picture", "ab" * 32, 8, (2, 2, 3), "uint8")
+    plain = group(0).samples[0]
+    shown = Sample(output=plain.output._replace(media=(medium,)), finish_reason="stop")
+    kept = make_kept_group(replace(group(0), samples=(shown,)), "d", "p", "", ME, 100)
+    assert folder.KeptGroup.decode(kept.encode()) == kept
+    assert b"pictures" not in kept.encode(2)
+
+
 async def test_pictures_of_another_file_system_are_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise OSError(errno.EXDEV, "another file system")

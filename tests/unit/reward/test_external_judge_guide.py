@@ -38,7 +38,7 @@ def test_the_judge_of_the_guide_can_be_asked_and_its_request_has_what_the_guide_
     spec = judge()
     assert spec.external is not None
     prompt = Prompt(PromptRef(0, 0, 0), "the prompt", (1,), {"question": "the question", "answer": "the answer"})
-    question = Question.compile(spec, "judges.0").about(prompt, "the response")
+    question = Question.compile(spec, "judges.0").about(prompt, "the response").text
     body = completion_request(spec.model_copy(update={"stop": ("x",)}), spec.external, question, 1)
     told = TEXT.split("One request per answer, with ", 1)[1].split(". With `votes`", 1)[0]
     assert set(re.findall(r"`(\w+)", told)) - {"system"} == set(body)

@@ -46,9 +46,9 @@ def test_every_judge_of_the_guide_can_be_asked_and_its_parser_is_there(block: Bl
     for judge in judges(block):
         question = Question.compile(judge, "judges.0")
         if judge.mode == "pairwise":
-            assert "Answer A: one" in question.between(prompt, "one", "two")
+            assert "Answer A: one" in question.between(prompt, "one", "two").text
         else:
-            assert "one" in question.about(prompt, "one")
+            assert "one" in question.about(prompt, "one").text
         assert find_parser(judge.verdict.parser)
 
 

@@ -12,8 +12,9 @@ from fake_judges import FakeJudge, RecordingObserver
 from gcore.config import parse_spec
 from gcore.config.reward import JudgeSpec
 from gcore.errors import SpecError
+from gcore.reward.api import Response
 from gcore.reward.judges.judge import Judge, question_key, spec_digest, vote_seed
-from gcore.reward.judges.template import Question
+from gcore.reward.judges.template import AskedQuestion, Question, tool_pictures
 from gcore.reward.judges.types import IMAGE_MARK as M
 from gcore.reward.judges.types import JudgeError
 from gcore.testing import FakeClock
@@ -39,7 +40,7 @@ def spec(template: str = "{{ images }}{{ response }}", **more: Any) -> JudgeSpec
 
 
 def question(template: str, shown: Prompt, response: str = "3") -> str:
-    return Question.compile(spec(template), "judges.0", WRITTEN).about(shown, response)
+    return Question.compile(spec(template), "judges.0", WRITTEN).about(shown, response).text
 
 
 @pytest.mark.parametrize(
@@ -81,7 +82,68 @@ def test_each_picture_is_shown_once(template: str) -> None:
 
 def test_a_pairwise_judge_sees_the_pictures_too() -> None:
     pairs = Question.compile(spec("{{ images }} {{ first }} {{ second }}", mode="pairwise"), "judges.0", WRITTEN)
-    assert pairs.between(prompt(1), f"1{M}", "2") == f"{M} 1\ufffd 2"
+    assert pairs.between(prompt(1), f"1{M}", "2").text == f"{M} 1\ufffd 2"
+
+
+def shown_by(question: AskedQuestion) -> list[int]:
+    """The numbers of its pictures."""
+    return [int(one.sha256, 16) for one in question.pictures]
+
+
+def answer(text: str, *numbers: int) -> Response:
+    """A response in which tools returned these pictures."""
+    return Response(text, tool_files=[(f"/blobs/{n}", f"{n:064x}", 8, 16) for n in numbers])
+
+
+@pytest.mark.parametrize(
+    ("template", "text", "shown"),
+    [
+        ("{{ images }}{{ response }}.", f"{M}3{M}{M}.", [1, 8, 9]),
+        ("{{ images }}{{ response }}: {{ response_images }}.", f"{M}3: {M}{M}.", [1, 8, 9]),
+        ("{{ response_images }} {{ prompt }} {{ response }}", f"{M}{M} 0: {M} red? 3", [8, 9, 1]),
+        (
+            "{% for image in response_images %}{{ loop.index }}{{ image }}{% endfor %}{{ response }}{{ images }}",
+            f"1{M}2{M}3{M}",
+            [8, 9, 1],
+        ),
+    ],
+)
+def test_a_template_shows_the_pictures_of_tools_behind_the_response_or_where_it_says(
+    template: str, text: str, shown: list[int]
+) -> None:
+    asked = Question.compile(spec(template), "judges.0", WRITTEN).about(prompt(1), answer("3", 8, 9))
+    assert asked.text == text
+    assert shown_by(asked) == shown
+    assert asked.pictures[shown.index(9)] == PictureRef("/blobs/9", f"{9:064x}", 8, 16, 8, 16)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ images }}{{ response }}{{ response_images[0] }}",
+        "{{ images }}{{ response }}{{ response }}",
+        "{{ images }}{{ response[0] }}",
+    ],
+)
+def test_each_picture_of_a_tool_is_shown_once(template: str) -> None:
+    with pytest.raises(JudgeError, match=r"shows \d pictures, but 'response' has 2.*by {{ response_images }}"):
+        Question.compile(spec(template), "judges.0", WRITTEN).about(prompt(1), answer("3", 8, 9))
+
+
+def test_a_pairwise_judge_sees_which_response_has_which_picture() -> None:
+    template = "{{ images }}A: {{ first }} B: {{ second }}"
+    pairs = Question.compile(spec(template, mode="pairwise"), "judges.0", WRITTEN)
+    asked = pairs.between(prompt(1), answer("1", 8), answer("2\ufdd1\ufdd2", 9))
+    assert asked.text == f"{M}A: 1{M} B: 2\ufffd\ufffd{M}"
+    assert shown_by(asked) == [1, 8, 9]
+    template = "{{ second_images }}{{ first_images }}{{ images }} {{ first }} {{ second }}"
+    pairs = Question.compile(spec(template, mode="pairwise"), "judges.0", WRITTEN)
+    assert shown_by(pairs.between(prompt(1), answer("1", 8), answer("2", 9))) == [9, 8, 1]
+
+
+def test_a_judge_without_images_sees_no_pictures_of_tools() -> None:
+    plain = Question.compile(spec("{{ response }}", images=False), "judges.0")
+    assert plain.about(prompt(1), answer("3", 8)) == ("3", ())
 
 
 def test_a_template_that_shows_no_picture_is_refused() -> None:
@@ -98,7 +160,7 @@ class Court:
     def __init__(self, **told: Any) -> None:
         self.clock = FakeClock()
         self.fake = FakeJudge(lambda question, seed: "1", self.clock)
-        made = spec(verdict={"most": 9}, **told)
+        made = spec(**({"verdict": {"most": 9}} | told))
         self.judge = Judge.of(made, self.fake, RecordingObserver(), self.clock, picture_text=WRITTEN)
 
     async def judge_all(self, *prompts: Prompt) -> None:
@@ -112,6 +174,26 @@ async def test_equal_questions_about_other_pictures_are_other_questions() -> Non
     assert [one.question for one in court.fake.asked] == [f"{M}3", f"{M}3"]
     assert court.fake.shown == [(picture(1),), (picture(2),)]
     assert court.fake.asked[0].seeds != court.fake.asked[1].seeds
+
+
+async def test_equal_responses_with_unlike_pictures_of_tools_are_other_questions() -> None:
+    court = Court()
+    for response in (answer("3", 8), answer("3", 9), answer("3", 8)):
+        await court.clock.run(court.judge.value(prompt(1), response))
+    (eight,), (nine,) = tool_pictures(answer("3", 8)), tool_pictures(answer("3", 9))
+    assert court.fake.shown == [(picture(1), eight), (picture(1), nine)]
+
+
+@pytest.mark.parametrize(("images", "asked"), [(True, 2), (False, 0)])
+async def test_responses_with_equal_text_are_compared_if_a_judge_sees_that_their_pictures_differ(
+    images: bool, asked: int
+) -> None:
+    template = "{{ first }} or {{ second }}" + ("{{ images }}" if images else "")
+    court = Court(mode="pairwise", images=images, template=template, verdict={"most": 1})
+    await court.clock.run(court.judge.values(prompt(1), [answer("3", 8), answer("3", 9)]))
+    assert len(court.fake.asked) == asked
+    await court.clock.run(court.judge.values(prompt(1), [answer("3", 8), answer("3", 8)]))
+    assert len(court.fake.asked) == asked
 
 
 async def test_a_judge_without_images_is_shown_no_picture() -> None:

@@ -26,7 +26,7 @@ def spec(template: str | None, mode: str = "pointwise", **more: Any) -> JudgeSpe
 
 
 def rendered(template: str, response: str = "19") -> str:
-    return Question.compile(spec(template), "judges.0").about(PROMPT, response)
+    return Question.compile(spec(template), "judges.0").about(PROMPT, response).text
 
 
 @pytest.mark.parametrize(
@@ -75,8 +75,8 @@ def test_a_template_shows(template: str, text: str) -> None:
 
 def test_a_pairwise_template_is_shown_both_responses_in_their_order() -> None:
     question = Question.compile(spec("{{ prompt }} A: {{ first }} B: {{ second }}", "pairwise"), "judges.0")
-    assert question.between(PROMPT, "19", "20") == "12+7= A: 19 B: 20"
-    assert question.between(PROMPT, "20", "19") == "12+7= A: 20 B: 19"
+    assert question.between(PROMPT, "19", "20").text == "12+7= A: 19 B: 20"
+    assert question.between(PROMPT, "20", "19").text == "12+7= A: 20 B: 19"
 
 
 def test_response_text_is_never_a_template() -> None:
@@ -85,7 +85,7 @@ def test_response_text_is_never_a_template() -> None:
 
 def test_a_response_that_knows_its_length_is_shown_as_its_text() -> None:
     question = Question.compile(spec("{{ response }}"), "judges.0")
-    assert question.about(PROMPT, Response("19", 3)) == "19"
+    assert question.about(PROMPT, Response("19", 3)).text == "19"
 
 
 @pytest.mark.parametrize(
@@ -236,7 +236,7 @@ def test_a_template_of_a_file_is_read_from_there(tmp_path: Path) -> None:
     file = tmp_path / "judge.jinja"
     file.write_text("{{ prompt }}{{ response }} ü", encoding="utf-8")
     named = spec(None, template_file=str(file))
-    assert Question.compile(named, "judges.0").about(PROMPT, "19") == "12+7=19 ü"
+    assert Question.compile(named, "judges.0").about(PROMPT, "19").text == "12+7=19 ü"
 
 
 @pytest.mark.parametrize(
@@ -263,4 +263,4 @@ def test_a_bad_template_of_a_file_is_told_with_the_file(tmp_path: Path, content:
 def test_template_is_refused_or_fails_with_an_error_or_gives_text(written: str) -> None:
     with suppress(SpecError, JudgeError):
         question = Question.compile(spec("{{ response }}" + written), "judges.0")
-        assert len(question.about(PROMPT, "19")) <= LONGEST_TEXT
+        assert len(question.about(PROMPT, "19").text) <= LONGEST_TEXT

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -26,8 +27,9 @@ from gcore.reward.judges.parsers import CheckedParser
 from gcore.reward.judges.types import JudgeAway, JudgeError
 from gcore.reward.pool import DirectScorer
 from gcore.reward.scorer import ResponseNotJudged, Scorer, reward_functions
+from gcore.rollout.api import PicturesUnavailable
 from gcore.testing import FakeClock
-from gcore.types import PictureRef, Prompt, PromptRef, Sample, Version, VersionSpan
+from gcore.types import Medium, PictureRef, Prompt, PromptRef, Sample, Version, VersionSpan
 
 PROMPT = Prompt(PromptRef(0, 0, 0), "6*7=", (1,), {"answer": "42"})
 HEAD = Version(0, 0)
@@ -114,6 +116,82 @@ async def test_responses_have_the_files_of_their_prompts_pictures_while_they_are
     results = await court.clock.run(court.pipeline(Media()).scored(shown, [sample("42"), sample("7")]))
     assert [one.value for one in results] == [1.0, 0.0]
     assert held == [PROMPT.text, "released"]
+
+
+def with_pictures(text: str, *names: str) -> Sample:
+    media = tuple(Medium("picture", name, 4, (1, 2, 3), "uint8") for name in names)
+    return Sample(output=sample(text).output._replace(media=media), finish_reason="stop")
+
+
+class ToolMedia:
+    """Stands for the media of a job; the store has the pictures of `there`, as files whose bytes are their names'."""
+
+    def __init__(self, folder: Path, *there: bytes) -> None:
+        self.folder = folder
+        self.stored_now: list[str] = []
+        self.names = [hashlib.sha256(one).hexdigest() for one in there]
+        for name, content in zip(self.names, there, strict=True):
+            (folder / name).write_bytes(content)
+
+    def picture_files(self, media: Sequence[Medium]) -> tuple[PictureFile, ...]:
+        return tuple(PictureFile(str(self.folder / one.sha256), one.sha256, *one.shape[:2]) for one in media)
+
+    @contextlib.asynccontextmanager
+    async def stored(self, media: Sequence[Medium]) -> AsyncIterator[None]:
+        if any(one.sha256 not in self.names for one in media):
+            raise PicturesUnavailable("a picture was lost", fix="Again")
+        self.stored_now += [one.sha256 for one in media]
+        yield
+        self.stored_now.clear()
+
+
+async def test_responses_have_the_files_of_the_pictures_of_their_own_tools_while_they_are_scored(
+    tmp_path: Path,
+) -> None:
+    media = ToolMedia(tmp_path, b"one", b"two")
+    one, two = media.names
+
+    class Rules:
+        async def warm(self) -> None: ...
+
+        async def score(self, spec: Any, fields: Any, responses: Sequence[Response]) -> tuple[Scored, ...]:
+            assert media.stored_now == [one, two, two]
+            assert not any(one.pictures for one in responses)
+            shown = [b" ".join(path.read_bytes() for path in one.tool_pictures) for one in responses]
+            return tuple(RewardResult(float(text == b"one two")) for text in shown)
+
+    court = Court(job({"name": "exact"}))
+    court.rewards = Scorer(Rules(), {})
+    scored = court.pipeline(media).scored(PROMPT, [with_pictures("a", one, two), with_pictures("a", two), sample("a")])
+    assert [one.value for one in await court.clock.run(scored)] == [1.0, 0.0, 0.0]
+    assert media.stored_now == []
+
+
+async def test_a_lost_picture_of_a_tool_has_the_prompt_sampled_again(tmp_path: Path) -> None:
+    media = ToolMedia(tmp_path)
+    court = Court(job({"judge": "tutor"}, judge_tree()))
+    lost = with_pictures("42", "ab" * 32)
+    with pytest.raises(EngineError, match="a picture was lost"):
+        await court.clock.run(court.pipeline(media).scored(PROMPT, [lost]))
+    await court.clock.run(court.pipeline(media).judge_early(PROMPT, lost))
+    assert court.fake.asked == []
+
+
+@pytest.mark.parametrize(("name", "whose"), [("files", "the prompt"), ("tool_files", "a tool")])
+def test_a_picture_that_is_missing_or_has_other_bytes_is_an_error_of_the_response(
+    tmp_path: Path, name: str, whose: str
+) -> None:
+    file = tmp_path / "a.png"
+    file.write_bytes(b"picture")
+    given: dict[str, Any] = {name: [(str(file), hashlib.sha256(b"picture").hexdigest())]}
+    response = Response("48", **given)
+    assert (response.pictures, response.tool_pictures) == (((file,), ()) if name == "files" else ((), (file,)))
+    file.write_bytes(b"changed")
+    with pytest.raises(RewardError, match=f"a picture of {whose} has other bytes"):
+        _ = (response.pictures, response.tool_pictures)
+    file.unlink()
+    with pytest.raises(RewardError, match=f"cannot read a picture of {whose}"):
+        _ = (response.pictures, response.tool_pictures)
 
 
 async def test_judges_and_functions_are_composed_as_any_parts() -> None:

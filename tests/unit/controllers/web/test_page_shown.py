@@ -17,7 +17,7 @@ from controllers.web.content import MOST_EVENTS, PageContent
 from gcore.config import parse_spec
 from gcore.ledger.records.cluster import Claim, Shares
 from gcore.ledger.records.job import Move, MoveKind, Moves, NodeRecord, SplitPart, Trouble
-from gcore.observability.samples import KeptGroup, KeptPicture, KeptText, step_folder, write_samples
+from gcore.observability.samples import KeptGroup, KeptPicture, KeptSample, KeptText, step_folder, write_samples
 from gcore.store import keys
 from gcore.store.types import Put
 from gcore.testing import FakeClock, MemoryCluster, MemoryStore
@@ -142,7 +142,10 @@ async def test_pictures_of_the_newest_samples_are_shown_and_deleted_ones_by_thei
         prompt=KeptText.of("p" * 500, 500),
         prompt_tokens=1,
         holder="n0.a",
-        samples=(),
+        samples=tuple(
+            KeptSample(response=KeptText.of("r", 9), tokens=1, reward=0.0, finish_reason="stop", pictures=pictures[:n])
+            for n in (0, 2, 1)
+        ),
         pictures=pictures,
     )
     write_samples(tmp_path, Version(0, 3), "n0.a", [group])
@@ -151,6 +154,7 @@ async def test_pictures_of_the_newest_samples_are_shown_and_deleted_ones_by_thei
     assert (tree["step"], len(tree["prompts"])) == (3, 1)
     assert tree["prompts"][0]["prompt"] == "p" * 200
     assert tree["prompts"][0]["pictures"] == [(kept, "data:image/png;base64,iVBORw=="), (gone, "")]
+    assert tree["prompts"][0]["of_tools"] == tree["prompts"][0]["pictures"], "each once"
 
 
 async def test_a_job_that_waits_for_slots_says_so(tmp_path: Path) -> None:

@@ -34,6 +34,7 @@ from gcore.media.placeholders import PictureRule
 from gcore.media.protocol import Blob, StoreFull, StoreUnreachable
 from gcore.observability.metrics import Metrics
 from gcore.reward.api import PictureFile
+from gcore.rollout.api import PicturesUnavailable
 from gcore.system.clock import Clock
 from gcore.system.concurrency import cancel_all
 from gcore.testing import FakeClock, MemoryCluster, MemoryStore, PerfectNetwork
@@ -55,6 +56,7 @@ class StoreClient:
         """Bytes of the whole store, of stored blobs, and reserved."""
         self.fetched = BlobFetch(frozenset({MEDIUM.sha256}), frozenset(), {}, "/away/job")
         self.asked: list[tuple[Sequence[Blob], Sequence[str]]] = []
+        self.located: dict[str, Collection[str]] = {}
 
     async def fetch(self, blobs: Sequence[Blob], nodes: Sequence[str]) -> BlobFetch:
         if self.error is not None:
@@ -107,6 +109,9 @@ class Blobs:
 
     def job_folder(self, job: str) -> Path:
         return Path("/here") / job
+
+    async def locate(self, job: str, blobs: Sequence[str]) -> dict[str, Collection[str]]:
+        return self._client.located
 
 
 def prompt(number: int = 0) -> Prompt:
@@ -403,11 +408,59 @@ async def test_the_files_of_a_prompt_are_blobs_of_this_node_that_are_in_use() ->
     running = asyncio.create_task(media.run())
     try:
         async with media.files(prompt()) as files:
-            assert files == (PictureFile(f"/here/job/cd/{MEDIUM.sha256}", MEDIUM.sha256),)
+            assert files == (PictureFile(f"/here/job/cd/{MEDIUM.sha256}", MEDIUM.sha256, 32, 48),)
             await clock.advance(RENEW_S + 1)
             assert not client.unpinned
     finally:
         running.cancel()
+
+
+async def test_pictures_of_responses_are_fetched_again_and_stay_while_they_are_in_use() -> None:
+    client, clock = StoreClient(), FakeClock()
+    media = media_of(client, set(), clock)
+    blob = Blob(MEDIUM.sha256, MEDIUM.size)
+    running = asyncio.create_task(media.run())
+    try:
+        async with media.stored((MEDIUM, MEDIUM)):
+            assert client.pinned == [[MEDIUM.sha256]]
+            assert [(list(blobs), nodes) for blobs, nodes in client.asked] == [([blob], [])]
+            await clock.advance(RENEW_S + 1)
+            assert client.pinned == [[MEDIUM.sha256]] * 2
+        await clock.advance(RENEW_S + 1)
+        assert len(client.pinned) == 2
+    finally:
+        running.cancel()
+
+
+async def test_a_picture_of_a_response_that_no_store_has_is_an_error_that_names_it() -> None:
+    client = StoreClient()
+    media = media_of(client, set(), FakeClock())
+    client.fetched = BlobFetch(frozenset(), frozenset({MEDIUM.sha256}), {}, "/here/job")
+    client.located = {MEDIUM.sha256: ["away", "further"]}
+    with pytest.raises(
+        PicturesUnavailable, match=rf"picture {MEDIUM.sha256} of a response was lost \(no store has it\)"
+    ):
+        async with media.stored((MEDIUM,)):
+            raise AssertionError("it was not found")
+    assert [nodes for _, nodes in client.asked] == [[], ["away", "further"]]
+    client.error = StoreUnreachable("no answer")
+    with pytest.raises(EngineUnreachable, match="the blob store of this node: no answer"):
+        async with media.stored((MEDIUM,)):
+            raise AssertionError("it did not answer")
+    async with media.stored(()):
+        pass
+
+
+async def test_a_lost_picture_of_a_tool_makes_a_judge_unavailable_and_a_damaged_one_of_the_data_is_final() -> None:
+    client = StoreClient()
+    media = media_of(client, set(), FakeClock())
+    (file,) = media.picture_files((MEDIUM, MEDIUM._replace(kind="trajectory")))
+    assert file == PictureFile(f"/here/job/cd/{MEDIUM.sha256}", MEDIUM.sha256, 32, 48)
+    client.error = DataError("the picture does not exist")
+    for path, kind in ((file.path, EngineUnreachable), ("/data/a.png", PictureError)):
+        with pytest.raises(kind, match="the picture does not exist"):
+            async with media.in_use((PICTURE._replace(path=path),)):
+                raise AssertionError("it does not exist")
 
 
 def of_picture(number: int) -> Prompt:
