@@ -7,7 +7,7 @@ history and how to play it again, and goes on. The machine matters only for the 
 
 **Mutations** (`make mutations [BENCH_ARGS="--only 'commit without head'"]`): takes each compare and each rule of the protocol out of gcore
 in turn, and finds what notices it: the seed of a simulation, or the unit test, that fails. It fails if one is not noticed. `--again` looks
-only for those that nothing noticed before; the others stay as they are written.
+only for new ones and for those that nothing noticed before, or for those of `--only`; the others stay as they are written.
 """
 
 from __future__ import annotations
@@ -183,11 +183,15 @@ def alone(job: tuple[str, int, int]) -> dict[str, Any]:
 
 
 def measure_mutations(arguments: argparse.Namespace, taken: Result) -> Result | None:
-    """All mutations, those of `--only`, or those that were not noticed. With `--only` nothing is written."""
+    """All mutations, those of `--only`, or with `--again` the new ones and those that were not noticed. With `--only` alone
+    nothing is written."""
     from mutations import MUTATIONS
 
     before = read_result("mutations") if arguments.again else {}
-    names = before["not_noticed"] if arguments.again else arguments.only or list(MUTATIONS)
+    known = {
+        row["mutation"] for row in before.get("mutations", ()) if row["mutation"] in MUTATIONS and row["caught_by"]
+    }
+    names = arguments.only or [name for name in MUTATIONS if name not in known]
     rows: list[dict[str, Any]] = []
     # A process each: gcore is wrong in it from then on. Processes that the pool replaces itself may stand still (cpython 115634).
     with ThreadPoolExecutor(arguments.processes) as threads:
@@ -195,8 +199,8 @@ def measure_mutations(arguments: argparse.Namespace, taken: Result) -> Result | 
             rows.append(row)
             print(f"{row['mutation']:50} {row['caught_by'] or 'NOT NOTICED'}", flush=True)
     if arguments.again:
-        found = {row["mutation"]: row for row in rows}
-        rows = [found.get(row["mutation"], row) for row in before["mutations"]]
+        found = {row["mutation"]: row for row in (*before["mutations"], *rows)}
+        rows = [found[name] for name in MUTATIONS if name in found]
     missed = [row["mutation"] for row in rows if not row["caught_by"]]
     by_simulation = sum("seed" in row["caught_by"] for row in rows)
     print(f"{len(rows)} mutations, {by_simulation} noticed by simulation, {len(missed)} not noticed")
@@ -208,8 +212,8 @@ def measure_mutations(arguments: argparse.Namespace, taken: Result) -> Result | 
     }
     result |= {"mutations": rows, "noticed_by_simulation": by_simulation, "not_noticed": missed}
     if arguments.again:
-        result["again"] = {"mutations": names, **taken}
-    if arguments.only is not None:
+        result["again"] = {"mutations": names, "seeds_tried": seeds, **taken}
+    elif arguments.only is not None:
         raise SystemExit(not_noticed(result) or 0)
     return result
 

@@ -9,6 +9,7 @@ it: that counts as Broken, not as detected.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
 import importlib
@@ -17,6 +18,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -486,6 +488,146 @@ def _any_share(make: Any) -> Any:
     return lambda share, txn: txn
 
 
+def _without_media(make: Any) -> Any:
+    """A digest that leaves out media."""
+    return lambda *args, media=(), **more: make(*args[:5], **more)
+
+
+def _sample_without_media(make: Any) -> Any:
+    """A sample's digest that leaves out media."""
+    return lambda sample: make(replace(sample, output=sample.output._replace(media=())))
+
+
+def _held_without(*lacking: str) -> Callable[[Any], Any]:
+    """Samples are held although blobs of the prompt, or their own, are missing."""
+
+    def change(make: Any) -> Any:
+        def complete(group: Any, blobs: Any) -> Any:
+            if "prompt" in lacking:
+                group = replace(group, media=())
+            if "samples" in lacking:
+                group = replace(group, samples={i: replace(one, media=()) for i, one in group.samples.items()})
+            return make(group, blobs)
+
+        return complete
+
+    return change
+
+
+def _asks_once(make: Any) -> Any:
+    """A rank does not ask again for a blob that no store had, when it gets the group again."""
+    from gcore.train.rank.feed import FeedTaken
+
+    def feed(state: Any, *args: Any) -> Any:
+        answer = make(state, *args)
+        if isinstance(answer, FeedTaken):
+            return FeedTaken(replace(answer.state, unavailable=state.unavailable & answer.state.wanted.keys()))
+        return answer
+
+    return feed
+
+
+def _nothing_happens(make: Any) -> Any:
+    async def done(*args: Any, **more: Any) -> None:
+        return None
+
+    return done
+
+
+def _never_ends(make: Any) -> Any:
+    async def wait(*args: Any, **more: Any) -> None:
+        await asyncio.Event().wait()
+
+    return wait
+
+
+def _has_always_room(make: Any) -> Any:
+    """No room is reserved for a prompt."""
+
+    async def reserve(media: Any, prompt: Any) -> bool:
+        media.keep(prompt.ref, prompt.pictures)
+        return True
+
+    return reserve
+
+
+def _issued_without_room(make: Any) -> Any:
+    """A prompt is sampled although the store has no room."""
+
+    async def has_room(peer: Any, prompt: Any, due: Any) -> bool:
+        if peer.media is not None:
+            await peer.media.reserve(prompt)
+        return True
+
+    return has_room
+
+
+def _takes_no_room(make: Any) -> Any:
+    """The oldest prompt waits for room like any other."""
+
+    async def has_room(peer: Any, prompt: Any, due: Any) -> bool:
+        return peer.media is None or bool(await peer.media.reserve(prompt))
+
+    return has_room
+
+
+def _any_takes_room(make: Any) -> Any:
+    """A prompt that is not the oldest takes the room of younger groups too."""
+    return lambda peer, prompt, due: make(peer, prompt, [prompt.ref])
+
+
+def _stays_pinned(make: Any) -> Any:
+    """The pins of a group that was dropped to make room stay."""
+    return lambda media, ref: media.end_sampling(ref)
+
+
+def _fetches_without_pin(make: Any) -> Any:
+    async def fetch(media: Any, wanted: Any, node: str) -> Any:
+        from gcore.media.protocol import Blob
+
+        client = await media._blobs.client_of(media._uid, node)
+        return await client.fetch([Blob(one.sha256, one.size) for one in wanted], [media._blobs.node])
+
+    return fetch
+
+
+def _grants_without_room(make: Any) -> Any:
+    """A reservation is granted although the store is full."""
+
+    def reserve(accounts: Any, job: str, holder: str, size: int, until: float, now: float) -> bool:
+        bound, accounts.bound = accounts.bound, 1 << 60
+        try:
+            return bool(make(accounts, job, holder, size, until, now))
+        finally:
+            accounts.bound = bound
+
+    return reserve
+
+
+def _without_grace(make: Any) -> Any:
+    def begin(accounts: Any, key: Any, blob: Any, now: float) -> None:
+        grace, accounts._grace_s = accounts._grace_s, 0.0
+        make(accounts, key, blob, now)
+        accounts._grace_s = grace
+
+    return begin
+
+
+def _any_bytes(make: Any) -> Any:
+    """A blob is stored under its name whatever its bytes are."""
+
+    def commit(incoming: Any) -> None:
+        incoming._hash = SimpleNamespace(hexdigest=lambda: incoming.admission.key.sha256)
+        make(incoming)
+
+    return commit
+
+
+def _sweeps_all(make: Any) -> Any:
+    """The folder of a train world is deleted while its rank needs it."""
+    return lambda blobs, job, needed: make(blobs, job, lambda: (needed(), ())[1])
+
+
 def _mutations() -> list[Mutation]:
     ledger, decide, step = "gcore.ledger.transactions", "controllers.rules.decide", "controllers.rules.step"
     made = [
@@ -581,18 +723,7 @@ def _mutations() -> list[Mutation]:
             (("gcore.train.rank.feed:apply_step", _applies_twice),),
             caught_by="tests/unit/train/test_rank_feed.py",
         ),
-        Mutation(
-            "blobs: a sample is held without its blobs",
-            "blobs",
-            (("gcore.train.rank.feed:TrainGroup.complete", lambda _: lambda self, blobs: frozenset(self.samples)),),
-            caught_by="tests/unit/train/test_rank_feed_blobs.py",
-        ),
-        Mutation(
-            "blobs: a group whose blob no store has is kept",
-            "blobs",
-            (("controllers.rules.step:_unavailable", _always(frozenset())),),
-            caught_by=DECIDE,
-        ),
+        *_mutations_of_blobs(),
         Mutation(
             "5 what was issued once is never issued again",
             "5",
@@ -782,6 +913,67 @@ def _mutations() -> list[Mutation]:
         ),
     ]
     return made
+
+
+def _mutations_of_blobs() -> list[Mutation]:
+    """What keeps pictures and arrays with the groups that name them (`gcore.media`)."""
+    feed, messages, media = "gcore.train.rank.feed", "gcore.train.rank.messages", "controllers.workers.job_media"
+    accounts, blobs = "gcore.media.accounts:BlobAccounts", "gcore.media.blobs"
+    fed, sent = "tests/unit/train/test_rank_feed_blobs.py", "tests/unit/train/test_rank_messages.py"
+    kept, counted = "tests/unit/controllers/workers/test_job_media.py", "tests/unit/media/test_accounts.py"
+    stored = "tests/unit/media/test_blobs.py"
+    rules: list[tuple[str, tuple[tuple[str, Callable[[Any], Any]], ...], str]] = [
+        (
+            "the digest of a group leaves out its media",
+            (("gcore.types:group_digest", _without_media), (f"{messages}:group_digest", _without_media)),
+            sent,
+        ),
+        (
+            "the digest of a sample leaves out its media",
+            (("gcore.types:Sample.digest", _sample_without_media), (f"{messages}:sample_digest", _without_media)),
+            sent,
+        ),
+        (
+            "a sample is held without its blobs",
+            ((f"{feed}:TrainGroup.complete", _held_without("prompt", "samples")),),
+            fed,
+        ),
+        ("a sample is held without its prompt's", ((f"{feed}:TrainGroup.complete", _held_without("prompt")),), fed),
+        ("a sample is held without its own", ((f"{feed}:TrainGroup.complete", _held_without("samples")),), fed),
+        (
+            "a group whose blob no store has is kept",
+            (("controllers.rules.step:_unavailable", _always(frozenset())),),
+            DECIDE,
+        ),
+        ("a blob that no store has is not reported", ((f"{feed}:miss_blobs", lambda _: lambda state, _: state),), fed),
+        ("a blob that no store had is not asked for again", ((f"{feed}:feed_samples", _asks_once),), fed),
+        ("prompts that are held have no pins", ((f"{media}:JobMedia.keep", _always(None)),), kept),
+        ("pins are not renewed", ((f"{media}:JobMedia._renew_pins", _never_ends),), kept),
+        ("a dropped group keeps its pins", ((f"{media}:JobMedia.release", _stays_pinned),), kept),
+        ("the store of an engine's node pins nothing", ((f"{media}:JobMedia._fetch", _fetches_without_pin),), kept),
+        ("a lost picture of a response is scored", ((f"{media}:JobMedia._bring", _nothing_happens),), kept),
+        ("no room is reserved for a prompt", ((f"{media}:JobMedia.reserve", _has_always_room),), kept),
+        ("room stays reserved behind the last response", ((f"{media}:JobMedia.end_sampling", _nothing_happens),), kept),
+        (
+            "prompts are sampled without room",
+            (("controllers.flow.peer:JobPeer._has_room", _issued_without_room),),
+            kept,
+        ),
+        ("the oldest prompt takes no room", (("controllers.flow.peer:JobPeer._has_room", _takes_no_room),), kept),
+        ("a later prompt takes room too", (("controllers.flow.peer:JobPeer._has_room", _any_takes_room),), kept),
+        (
+            "the folder of a needed world is deleted",
+            (("controllers.workers.blobs:NodeBlobs.sweep_worlds", _sweeps_all),),
+            kept,
+        ),
+        ("a pinned blob is deleted", ((f"{accounts}.pin", _always(None)),), counted),
+        ("reserved room is given to others", ((f"{accounts}.reserve", _always(True)),), counted),
+        ("room is reserved that is not there", ((f"{accounts}.reserve", _grants_without_room),), counted),
+        ("a new blob is deleted at once", ((f"{accounts}._begin_grace", _without_grace),), counted),
+        ("a blob may have any bytes", ((f"{blobs}:IncomingBlob.commit", _any_bytes),), stored),
+        ("a restarted store trusts its files", ((f"{blobs}:BlobStore._verify", _always(None)),), stored),
+    ]
+    return [Mutation(f"blobs: {name}", "blobs", patches, caught_by) for name, patches, caught_by in rules]
 
 
 class _NotNow:

@@ -593,7 +593,7 @@ async def test_the_oldest_due_prompt_gets_the_room_of_the_youngest_group() -> No
     for number in (2, 3):
         await media.in_request(of_picture(number), trained=True)
     peer = Holder(media, [2, 3])
-    assert not await peer.has_room(4, 1, 4), "it is not the oldest"
+    assert not await peer.has_room(1, 0, 1), "it is not the oldest"
     assert not await peer.has_room(4, 4), "all groups are older"
     assert peer.held == {2, 3}
     assert all("no room" in said for said in peer.warnings)
