@@ -429,6 +429,8 @@ def judge_encoder(number: int, judge: JudgeSpec, folder: Path) -> QuestionEncode
     of its model. Blocks. Raises DataError."""
     with blame_judge(number, judge):
         rule = PictureRule.load(folder) if judge.images else None
+        if rule is not None:
+            rule.check_processor()
         renderer = PromptRenderer.load(
             folder,
             chat=judge.chat,

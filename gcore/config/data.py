@@ -63,10 +63,12 @@ IMAGES_HELP = (
 )
 MARKER_HELP = "Text in a prompt that stands for its next picture"
 MIN_PIXELS_HELP = (
-    "Enlarge pictures to at least this many pixels (height x width), instead of the bound of the model's processor"
+    "Enlarge pictures to at least this many pixels (height x width). Not below the bound of the model's processor, which is "
+    "used if this is not set"
 )
 MAX_PIXELS_HELP = (
-    "Shrink pictures to at most this many pixels (height x width), instead of the bound of the model's processor"
+    "Shrink pictures to at most this many pixels (height x width). Not above the bound of the model's processor, which is "
+    "used if this is not set"
 )
 
 IMAGE_MARKER = "<image>"

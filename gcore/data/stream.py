@@ -408,6 +408,7 @@ def _picture_rule(source: ResolvedSource, section: str, model_dir: Path) -> Pict
         raise DataError(error.what, where=where, fix=error.fix) from error
     return rule
 
+        rule.check_processor()
 
 def _renderer(
     source: ResolvedSource, section: str, model_dir: Path, tokenizer: ModelTokenizer, picture_text: str

@@ -88,6 +88,17 @@ class PictureRule(ABC):
             )
         return SmartResizeRule(files, min_pixels, max_pixels) if kind is SmartResizeRule else kind(files)
 
+    def check_processor(self) -> None:
+        """Check that the model's processor leaves pictures of the size that this rule gives as they are. Engines and ranks
+        run it on every picture. Raises DataError.
+        """
+        if (error := self._processor_error()) is not None:
+            raise error
+
+    def _processor_error(self) -> DataError | None:
+        """Return the error about a processor that changes these pictures; None if it does not."""
+        return None
+
     @property
     def family(self) -> str:
         """The model type, such as qwen3_vl."""
@@ -281,14 +292,30 @@ class SmartResizeRule(PictureRule):
         size = folder.mapping(folder.images, "size")
         least = folder.images.get("min_pixels") or size.get("shortest_edge") or size.get("min_pixels")
         most = folder.images.get("max_pixels") or size.get("longest_edge") or size.get("max_pixels")
-        self.min_pixels = min_pixels or folder.number({"min_pixels": least}, "min_pixels", 56 * 56)
-        self.max_pixels = max_pixels or folder.number({"max_pixels": most}, "max_pixels", 28 * 28 * 1280)
+        self._own_min = folder.number({"min_pixels": least}, "min_pixels", 56 * 56)
+        self._own_max = folder.number({"max_pixels": most}, "max_pixels", 28 * 28 * 1280)
+        self.min_pixels = min_pixels or self._own_min
+        self.max_pixels = max_pixels or self._own_max
         if self.min_pixels > self.max_pixels:
             raise DataError(
                 f"min_pixels ({self.min_pixels}) is above max_pixels ({self.max_pixels})",
                 where=str(folder.path),
                 fix="Correct data.min_pixels and data.max_pixels; unset ones come from the model's processor",
             )
+
+    def _processor_error(self) -> DataError | None:
+        if self.min_pixels < self._own_min:
+            return self._beyond("min_pixels", self.min_pixels, f"below the {self._own_min}", "enlarge smaller")
+        if self.max_pixels > self._own_max:
+            return self._beyond("max_pixels", self.max_pixels, f"above the {self._own_max}", "shrink larger")
+        return None
+
+    def _beyond(self, name: str, value: int, place: str, effect: str) -> DataError:
+        return DataError(
+            f"{name} ({value}) is {place} of the model's processor, which would {effect} pictures again",
+            where=str(self._folder.path),
+            fix=f"Correct data.{name}, or change the bounds of the processor in the model's folder",
+        )
 
     @cached_property
     def picture_text(self) -> str:
@@ -462,6 +489,16 @@ class TiledRule(PictureRule):
             if own != self._count:
                 raise folder.error(f"image_seq_len is {self._count}, but the model makes {own} tokens of a picture")
         self._known: dict[tuple[int, int], tuple[int, ...]] = {}
+
+    def _processor_error(self) -> DataError | None:
+        if not self._splits:
+            return None
+        return DataError(
+            "the model's image processor cuts pictures into several (do_image_splitting), which engines and train ranks "
+            "do not support",
+            where=str(self._folder.path),
+            fix="Set do_image_splitting: false in preprocessor_config.json",
+        )
 
     def _id(self, text: str) -> int | None:
         found: int | None = self._folder.tokenizer.token_to_id(text)

@@ -199,6 +199,7 @@ def test_filters_and_limits_count_the_expanded_tokens(folder: Folder) -> None:
 
 def test_bounds_of_the_spec_and_of_a_source_change_the_size(folder: Folder) -> None:
     folder.write({"prompt": "<image>", "images": "b.jpg"})
+    change_processor(folder.model, size={"shortest_edge": 16 * 16, "longest_edge": 320 * 320})
     assert folder.first(max_pixels=32 * 32).pictures[0].target_width == 32
     assert folder.first(min_pixels=160 * 160, max_pixels=320 * 320).pictures[0][4:6] == (128, 240)
     with pytest.raises(DataError, match=r"entry 0: no size for a picture of 200x100.*Lower data\.min_pixels"):
@@ -224,6 +225,29 @@ def test_a_literal_placeholder_in_the_text_fails_the_prompt(folder: Folder) -> N
 
 
 # --- opening
+
+
+@pytest.mark.parametrize(
+    ("bounds", "message"),
+    [
+        ({"min_pixels": 15 * 16}, r"min_pixels \(240\) is below the 256 of the model's processor"),
+        ({"max_pixels": 96 * 97}, r"max_pixels \(9312\) is above the 9216 of the model's processor"),
+    ],
+)
+def test_bounds_beyond_those_of_the_processor_are_refused(folder: Folder, bounds: dict[str, int], message: str) -> None:
+    """Engines and ranks run the processor, which would resize the pictures again."""
+    folder.write({"prompt": "<image>?", "images": ["a.png"]})
+    with pytest.raises(DataError, match=message):
+        folder.open(**bounds)
+
+
+def test_a_processor_that_cuts_pictures_into_several_is_refused(tmp_path: Path) -> None:
+    folder = Folder(tmp_path, family="smolvlm")
+    folder.write({"prompt": "<image>?", "images": ["a.png"]})
+    with pytest.raises(DataError, match=r"do_image_splitting.*Set do_image_splitting: false"):
+        folder.open(chat=False)
+    change_processor(folder.model, do_image_splitting=False)
+    assert len(folder.open(chat=False).stream.sources[0].prompt(0, PromptRef(0, 0, 0)).pictures) == 1
 
 
 def test_the_digest_of_the_data_changes_with_a_picture_and_not_with_its_time(folder: Folder) -> None:
