@@ -196,7 +196,7 @@ class EnvironmentEpisodes(EpisodeRunner):
 
         longest = params.max_new_tokens
         limits = EpisodeLimits(spec.max_turns, longest, spec.room(longest), spec.step_timeout_s)
-        rule = None if self._media is None or request.opened.pictures is None else request.opened.pictures.rule
+        rule = None if self._media is None else request.opened.rule
         pictures = (
             None if rule is None else EpisodePictures(rule, spec.tools.max_pictures, spec.tools.max_pixels, seen.store)
         )

@@ -55,7 +55,8 @@ class PromptSource:
     """An opened source of prompts. Thread-safe.
 
     `limit`: maximum prompt tokens that leave room for a response; None: no limit. `held_out`: whether it is for
-    evaluation, which filters nothing. `pictures`: the source's pictures; None: it has none.
+    evaluation, which filters nothing. `pictures`: the source's pictures; None: it has none. `rule`: how the model reads
+    pictures, with this source's bounds; None: no source of the job has any.
     """
 
     source: ResolvedSource
@@ -64,6 +65,7 @@ class PromptSource:
     limit: int | None
     held_out: bool = False
     pictures: PromptPictures | None = None
+    rule: PictureRule | None = None
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -106,7 +108,10 @@ class PromptSource:
         prompt, renderer = fields[self.dataset.prompt_field], self.renderer
         if self.pictures is None:
             text = renderer.render(prompt, fields)
-            return Prompt(ref, text, renderer.encode(text), fields, self.name)
+            token_ids = renderer.encode(text)
+            if self.rule is not None:  # a train rank takes every image token for a picture
+                token_ids = self.rule.expand(token_ids, ())
+            return Prompt(ref, text, token_ids, fields, self.name)
         placed = self.pictures.place(prompt, fields, chat=renderer.chat)
         text = renderer.render(placed.prompt, fields)
         pictures = self.pictures.refs(placed.names)
@@ -326,13 +331,14 @@ def open_prompts(
         pictures = None
         if data.pictures is not None and one.rule is not None and one.source.images is not None:
             pictures = PromptPictures(data.pictures, one.rule, one.source.images, one.source.image_marker)
-        return PromptSource(one.source, data.dataset, one.renderer, one.limit, held_out, pictures)
+        return PromptSource(one.source, data.dataset, one.renderer, one.limit, held_out, pictures, one.rule or rule)
 
     # Length filters are for training; evaluation must not leave out prompts.
     held_out = [replace(s, min_prompt_tokens=None, max_prompt_tokens=None) for s in eval_sources(spec)]
     # Check the small files of all sources first, to report their errors before reading gigabytes.
     trained = [shown(source, "data") for source in training_sources(spec)]
     evaluated = [shown(source, "eval") for source in held_out]
+    rule = next((one.rule for one in (*trained, *evaluated) if one.rule is not None), None)
     sources = [opened(one) for one in trained]
     evaluation = tuple(EvalPromptSource(opened(one, held_out=True)) for one in evaluated)
     identity = _identity([_data_of(one) for one in sources], [_data_of(held.opened) for held in evaluation])
@@ -402,13 +408,13 @@ def _picture_rule(source: ResolvedSource, section: str, model_dir: Path) -> Pict
         return None
     try:
         rule = PictureRule.load(model_dir, min_pixels=source.min_pixels, max_pixels=source.max_pixels)
+        rule.check_processor()
         _ = rule.picture_text  # fails if the tokenizer is not the model's
     except DataError as error:
         where = f"{section}, source {source.name!r}: {error.where or model_dir}"
         raise DataError(error.what, where=where, fix=error.fix) from error
     return rule
 
-        rule.check_processor()
 
 def _renderer(
     source: ResolvedSource, section: str, model_dir: Path, tokenizer: ModelTokenizer, picture_text: str

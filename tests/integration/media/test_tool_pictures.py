@@ -128,9 +128,7 @@ def make_episodes(
 
 
 def make_request(model: Path, prompt: Prompt, *, trained: bool = True) -> EpisodeRequest:
-    opened: Any = SimpleNamespace(
-        renderer=PromptRenderer.load(model, chat=False), pictures=SimpleNamespace(rule=PictureRule.load(model))
-    )
+    opened: Any = SimpleNamespace(renderer=PromptRenderer.load(model, chat=False), rule=PictureRule.load(model))
     return EpisodeRequest(HEAD, prompt, opened, SamplingParams(1.0, 40), trained=trained)
 
 
@@ -287,3 +285,27 @@ async def test_a_response_with_more_pictures_than_allowed_is_cut_off_before_the_
     assert (sample.finish_reason, len(sample.media)) == ("length", 1)
     assert sample.token_ids.count(IMAGE) == 16
     assert sample.token_ids[-1] == 5, "the second picture is not in the response"
+
+
+class Spells(Always):
+    """An environment whose observation has the text of a placeholder."""
+
+    async def step(self, turn: Turn) -> Observation | Done:
+        return Observation("1<|image_pad|>")
+
+
+async def test_an_observation_that_spells_a_placeholder_fails_the_response(
+    start: Start, http: BlobHttp, tmp_path: Path, model: Path
+) -> None:
+    """Also in a source without pictures: a train rank takes each placeholder for a picture, and would fail."""
+    own = start("n1")
+    stores: Any = TwoStores(own, own, http)
+    media = JobMedia(stores, JOB, "n1.1", lambda: {REF}, frozenset, ChangeSignal(), str, SystemClock())
+    episodes, pool = make_episodes(media, Speaker(), tmp_path, "", {})
+    episodes._maker = Spells
+    try:
+        with pytest.raises(RewardError, match="the prompt has 1 placeholder, but 0 pictures"):
+            await episodes.side_by_side(make_request(model, Prompt(REF, "?", (4, 7), {}, "data")), [5], "a")
+    finally:
+        await pool.close()
+        await media.close(ended=False)

@@ -227,6 +227,24 @@ def test_a_literal_placeholder_in_the_text_fails_the_prompt(folder: Folder) -> N
 # --- opening
 
 
+def test_a_literal_placeholder_fails_the_prompt_of_a_source_without_pictures_too(folder: Folder) -> None:
+    """A train rank takes each placeholder for a picture, and would fail."""
+    folder.write({"prompt": "<image>?", "images": ["a.png"]})
+    (folder.path / "text.jsonl").write_text(
+        '{"prompt": "a <|image_pad|>?", "answer": "7"}\n{"prompt": "b", "answer": "7"}\n'
+    )
+    sources = [
+        {"name": "seen", "path": str(folder.data), "images": "images"},
+        {"name": "plain", "path": str(folder.path / "text.jsonl")},
+    ]
+    plain = folder.open(path=None, images=None, sources=sources).stream.sources[1]
+    with pytest.raises(DataError, match=r"entry 0: the prompt has 1 placeholder, but 0 pictures"):
+        plain.prompt(0, PromptRef(0, 0, 0))
+    assert plain.prompt(1, PromptRef(0, 0, 1)).pictures == ()
+    alone = folder.open(path=str(folder.path / "text.jsonl"), images=None).stream.sources[0]
+    assert PAD in alone.prompt(0, PromptRef(0, 0, 0)).token_ids, "no rank of the job has pictures"
+
+
 @pytest.mark.parametrize(
     ("bounds", "message"),
     [
