@@ -17,7 +17,7 @@ import os
 import secrets
 import shutil
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,7 @@ from gcore.api.tls import PLAIN, Connector
 from gcore.config.node import NodeConfig
 from gcore.errors import GcoreError, StoreUnavailable
 from gcore.ledger.records.job import NodeRecord
-from gcore.media.protocol import BlobMissing, StoreUnreachable, job_key
+from gcore.media.protocol import BlobMissing, StoreUnreachable, blob_path, job_key
 from gcore.observability.metrics import BlobMetrics
 from gcore.store import keys
 from gcore.store.types import Compare, Put, Store
@@ -33,6 +33,7 @@ from gcore.system.clock import Clock, retry_delay
 from gcore.system.concurrency import cancel_all
 from gcore.system.files import replace_file
 from gcore.system.network import join_host_port, listen
+from gcore.types import Medium
 from gcore.worker.control import ChildProcess
 from gcore.worker.lifecycle import ChildFailed, ChildServes, WorkerEvent
 from gcore.worker.records import LaunchSpec
@@ -296,6 +297,10 @@ class NodeBlobs:
         """The folder of a job's blobs on this node, for its engines."""
         return self.folder / job
 
+    async def find_lost(self, job: str, media: Sequence[Medium]) -> str | None:
+        """The SHA-256 of a blob that is not in the folder of this node's store, or has another size there; None if there is none."""
+        return await asyncio.to_thread(_find_lost, self.job_folder(job), media)
+
     def of_rank(self, job: str, world: str, rank: int) -> RankBlobs:
         """Where a train rank of this node gets blobs. The secret must be known (`wait_for_secret`)."""
         from gcore.train.rank.launch import RankBlobs
@@ -334,6 +339,17 @@ class NodeBlobs:
                             await client.stat(blob)
                             found[blob].add(name)
         return found
+
+
+def _find_lost(folder: Path, media: Iterable[Medium]) -> str | None:
+    for one in media:
+        try:
+            size = (folder / blob_path(one.sha256)).stat().st_size
+        except OSError:
+            return one.sha256
+        if size != one.size:
+            return one.sha256
+    return None
 
 
 def _bytes_below(folder: Path) -> int:

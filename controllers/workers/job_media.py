@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from controllers.changes import ChangeSignal
 from controllers.workers.blobs import NodeBlobs
@@ -127,16 +127,16 @@ class JobMedia:
         others = set[Pictures]().union(*(found for held, found in self._prompts.items() if held != ref))
         unused = [one for one in self._prompts.pop(ref, ()) if not self._used[one] and one not in others]
         tasks = [task for one in unused if (task := self._making.pop(one, None)) is not None]
-        dropped = self._names(task for task in tasks if task.done())
-        dropped -= self._names(one for one in self._making.values() if one.done())
+        dropped = self._names(tasks)
+        dropped -= self._names(self._making.values())
         if dropped:
             client = await self._blobs.client(self._uid)
             with contextlib.suppress(GcoreError):  # the pins end by themselves
                 await client.unpin(self._me, sorted(dropped), ends_grace=True)
 
     async def of(self, prompt: Prompt) -> tuple[Medium, ...]:
-        """The media of a prompt; the store makes their blobs at the first call. Raises EngineError if it cannot, and
-        PictureError if a picture has changed or is damaged.
+        """The media of a prompt; the store makes their blobs at the first call, and again if it has lost them. Raises
+        EngineError if it cannot, and PictureError if a picture has changed or is damaged.
         """
         return await self._of_pictures(prompt.pictures)
 
@@ -144,7 +144,11 @@ class JobMedia:
         if not pictures:
             return ()
         task = self._making.get(pictures)
-        if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
+        if task is not None and _has_made(task) and await self._blobs.find_lost(self._uid, task.result()):
+            if self._making.get(pictures) is task:
+                del self._making[pictures]
+            task = self._making.get(pictures)
+        if task is None or (task.done() and not _has_made(task)):
             task = self._making[pictures] = asyncio.create_task(self._make(pictures), name=f"media {pictures[0].path}")
         return await asyncio.shield(task)
 
@@ -237,6 +241,9 @@ class JobMedia:
         Raises EngineUnreachable if that store does not answer, and PicturesUnavailable if it could not get a blob.
         """
         if node == self._blobs.node:
+            if lost := await self._blobs.find_lost(self._uid, media):
+                self._making.pop(pictures, None)
+                raise PicturesUnavailable(f"the blob store of {node} has lost picture {lost}", fix=AGAIN)
             return str(self._blobs.job_folder(self._uid))
         for tries in itertools.count(1):
             try:
@@ -324,7 +331,7 @@ class JobMedia:
             needed = set(self._used).union(*self._prompts.values())
             gone = [pictures for pictures, task in self._making.items() if pictures not in needed and task.done()]
             dropped = self._names(self._making.pop(pictures) for pictures in gone)
-            kept = self._names(task for task in self._making.values() if task.done()) | self._kept.keys()
+            kept = self._names(self._making.values()) | self._kept.keys()
             if self._reserved:
                 wanted = needed | self._making.keys() | held
                 self._reserved = {one: size for one, size in self._reserved.items() if one in wanted}
@@ -337,6 +344,10 @@ class JobMedia:
                     await client.unpin(self._me, sorted(dropped - kept))
 
     @staticmethod
-    def _names(tasks: Iterable[asyncio.Task[Any]]) -> set[str]:
-        whole = (task for task in tasks if not task.cancelled() and task.exception() is None)
-        return {medium.sha256 for task in whole for medium in task.result()}
+    def _names(tasks: Iterable[asyncio.Task[tuple[Medium, ...]]]) -> set[str]:
+        return {medium.sha256 for task in tasks if _has_made(task) for medium in task.result()}
+
+
+def _has_made(task: asyncio.Task[tuple[Medium, ...]]) -> bool:
+    """Whether a task has made its blobs."""
+    return task.done() and not task.cancelled() and task.exception() is None

@@ -142,9 +142,11 @@ class BlobStore:
         return IncomingBlob(self, admission, draft, file)
 
     def put_bytes(self, job: str, data: bytes, *, holder: str = "") -> Blob:
-        """Store bytes, and return their blob. Raises StoreFull and StoreFailed."""
+        """Store bytes, and return their blob. It begins its grace time, also if it is stored already. Raises StoreFull and
+        StoreFailed.
+        """
         blob = Blob(hashlib.sha256(data).hexdigest(), len(data))
-        if not self.has(job, blob.sha256):
+        if not self.confirm(job, blob):
             with self.begin(job, blob, holder=holder) as incoming:
                 incoming.write(data)
                 incoming.commit()
@@ -156,7 +158,7 @@ class BlobStore:
         A linked file gets mode 0444 and must never be written again. Raises BlobMismatch if the file is not `blob`,
         StoreFull, and StoreFailed, also if the file cannot be read.
         """
-        if self.has(job, blob.sha256):
+        if self.confirm(job, blob):
             return
         with self.begin(job, blob, holder=holder) as incoming:
             try:

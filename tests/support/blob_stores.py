@@ -17,6 +17,7 @@ from gcore.media.client import BlobClient, BlobHttp
 from gcore.media.protocol import job_key
 from gcore.system.clock import SystemClock
 from gcore.system.control_line import CONTROL_FD
+from gcore.types import Medium
 
 
 def store_processes(roots: Collection[int]) -> list[int]:
@@ -231,3 +232,6 @@ class TwoStores:
 
     async def locate(self, job: str, blobs: Sequence[str]) -> dict[str, list[str]]:
         return {blob: [one.name for one in (self._own, self._other) if one.path(blob, job).exists()] for blob in blobs}
+
+    async def find_lost(self, job: str, media: Sequence[Medium]) -> str | None:
+        return next((one.sha256 for one in media if not self._own.path(one.sha256, job).exists()), None)

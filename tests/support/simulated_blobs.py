@@ -206,6 +206,11 @@ class SimulatedStores:
         """A folder that does not exist: nothing is recorded here."""
         return Path("/simulated/blobs") / job
 
+    async def find_lost(self, job: str, media: Sequence[Medium]) -> str | None:
+        """A blob that is not among the files of this node; None if all are."""
+        names = self._stores.of(self._node).names
+        return next((one.sha256 for one in media if one.sha256 not in names), None)
+
     async def wait_for_secret(self) -> None:
         """It is known."""
 

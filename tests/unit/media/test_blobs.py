@@ -168,6 +168,21 @@ def test_a_truncated_or_deleted_file_counts_as_missing(store: BlobStore) -> None
     assert files(store.folder) == []
 
 
+def test_bytes_that_are_stored_again_replace_a_damaged_file_and_begin_a_grace_time(
+    store: BlobStore, clock: FakeClock
+) -> None:
+    """A controller stores a picture again when its blob is lost, and pins it after that."""
+    blob = store.put_bytes("job", DATA)
+    path = store.path("job", blob.sha256)
+    path.chmod(0o644)
+    os.truncate(path, 10)
+    assert store.put_bytes("job", DATA) == blob
+    assert path.read_bytes() == DATA
+    clock.jump(1000.0)
+    store.put_bytes("job", DATA)
+    assert store.counters().held == len(DATA)
+
+
 def test_a_request_with_another_size_than_the_stored_blob_is_refused(store: BlobStore) -> None:
     blob = store.put_bytes("job", DATA)
     assert store.confirm("job", blob)

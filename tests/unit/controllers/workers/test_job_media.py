@@ -94,6 +94,8 @@ class Blobs:
         self._client = client
         self.swept: list[Collection[str]] = []
         self.trouble = ""
+        self.lost: set[str] = set()
+        """SHA-256 of blobs that the folder of the store does not have any more."""
         self._away = away
 
     async def client(self, job: str, address: str = "") -> Any:
@@ -112,6 +114,9 @@ class Blobs:
 
     async def locate(self, job: str, blobs: Sequence[str]) -> dict[str, Collection[str]]:
         return self._client.located
+
+    async def find_lost(self, job: str, media: Sequence[Medium]) -> str | None:
+        return next((one.sha256 for one in media if one.sha256 in self.lost), None)
 
 
 def prompt(number: int = 0) -> Prompt:
@@ -338,6 +343,36 @@ async def test_an_engine_of_this_node_reads_the_blobs_of_this_nodes_store() -> N
     asked = await media_of(client, set(), FakeClock()).in_request(prompt(), trained=True)
     assert (await asked.at_node("here")).paths == [f"/here/job/cd/{MEDIUM.sha256}"]
     assert not client.asked
+
+
+async def test_blobs_that_this_nodes_store_has_lost_are_made_again() -> None:
+    """Otherwise each new try of the prompt would fail at an engine of this node, and then the prompt itself."""
+    client = StoreClient()
+    blobs = Blobs(client)
+    stores: Any = blobs
+    media = JobMedia(stores, "job", "node.1", set, frozenset, ChangeSignal(), str, FakeClock())
+    asked = await media.in_request(prompt(), trained=True)
+    blobs.lost.add(MEDIUM.sha256)
+    with pytest.raises(EngineError, match=f"the blob store of here has lost picture {MEDIUM.sha256}"):
+        await asked.at_node("here")
+    blobs.lost.clear()
+    assert (await (await media.in_request(prompt(), trained=True)).at_node("here")).folder == "/here/job"
+    assert client.made == [PICTURE] * 2
+    blobs.lost.add(MEDIUM.sha256)
+    async with media.files(prompt()) as files:
+        assert [one.sha256 for one in files] == [MEDIUM.sha256]
+    assert client.made == [PICTURE] * 3, "a reward function gets files that exist"
+
+
+async def test_a_blob_that_is_gone_or_has_another_size_is_lost(tmp_path: Path) -> None:
+    blobs = node_blobs(tmp_path, FakeClock())
+    file = blobs.job_folder("job") / "cd" / MEDIUM.sha256
+    assert await blobs.find_lost("job", [MEDIUM]) == MEDIUM.sha256
+    file.parent.mkdir(parents=True)
+    file.write_bytes(bytes(MEDIUM.size))
+    assert await blobs.find_lost("job", [MEDIUM]) is None
+    file.write_bytes(bytes(MEDIUM.size - 1))
+    assert await blobs.find_lost("job", [MEDIUM]) == MEDIUM.sha256
 
 
 async def test_the_store_of_an_engines_node_pins_and_fetches_the_blobs_of_a_request() -> None:
