@@ -86,6 +86,7 @@ class JobMedia:
         """Bytes that are reserved for the blobs of pictures that are not stored yet, and of those that tools may return in
         responses to a prompt."""
         self._tool_bytes = tool_bytes
+        self._reserving = asyncio.Lock()
 
     async def reserve(self, prompt: Prompt) -> bool:
         """Reserve room in the store for a prompt that will be sampled; return whether there is room.
@@ -93,12 +94,12 @@ class JobMedia:
         A store that does not answer counts as room: making the blobs then fails, with the reason.
         """
         pictures, more = prompt.pictures, dict[Pictures | PromptRef, int]()
-        if pictures and pictures not in self._making and pictures not in self._reserved:
-            more[pictures] = sum(one.size for one in pictures)
-        if self._tool_bytes:
-            more[prompt.ref] = self._tool_bytes
-        if more:
-            if not await self._set_reservation(self._reserved | more):
+        async with self._reserving:
+            if pictures and pictures not in self._making and pictures not in self._reserved:
+                more[pictures] = sum(one.size for one in pictures)
+            if self._tool_bytes:
+                more[prompt.ref] = self._tool_bytes
+            if more and not await self._set_reservation(self._reserved | more):
                 return False
             self._reserved |= more
         self.keep(prompt.ref, pictures)
@@ -112,6 +113,12 @@ class JobMedia:
     async def end_sampling(self, ref: PromptRef) -> None:
         """End the reservation for pictures of tools: all responses to the prompt are finished."""
         if self._reserved.pop(ref, None) is not None:
+            await self._renew_reservation()
+
+    async def _renew_reservation(self) -> None:
+        """Set the reservation at the store to the present one. It waits for one that is being raised, so that the store does
+        not keep a lower one than this controller."""
+        async with self._reserving:
             await self._set_reservation(self._reserved)
 
     async def _set_reservation(self, wanted: Mapping[Pictures | PromptRef, int]) -> bool:
@@ -169,7 +176,7 @@ class JobMedia:
         (medium,) = await self._of_pictures((picture,))
         if ref in self._reserved:
             self._reserved[ref] = max(self._reserved[ref] - medium.size, 0)
-            await self._set_reservation(self._reserved)
+            await self._renew_reservation()
         return medium
 
     @contextlib.asynccontextmanager
@@ -283,7 +290,7 @@ class JobMedia:
             raise EngineError(str(error), fix=AGAIN) from error
         finally:
             if self._reserved.pop(pictures, None) is not None:
-                await self._set_reservation(self._reserved)
+                await self._renew_reservation()
         return tuple(made)
 
     @property
@@ -335,7 +342,7 @@ class JobMedia:
             if self._reserved:
                 wanted = needed | self._making.keys() | held
                 self._reserved = {one: size for one, size in self._reserved.items() if one in wanted}
-                await self._set_reservation(self._reserved)
+                await self._renew_reservation()
             client = await self._blobs.client(self._uid)
             with contextlib.suppress(GcoreError):  # repeated at the next renewal
                 if kept:

@@ -522,6 +522,32 @@ async def test_room_is_reserved_until_the_blobs_are_stored() -> None:
     assert client.reserved == 0
 
 
+async def test_a_reservation_that_is_raised_is_not_lowered_by_one_that_ends_meanwhile() -> None:
+    """Otherwise the store gives the room of the new prompt to others."""
+
+    class SlowStore(StoreClient):
+        answers = asyncio.Event()
+
+        async def reserve(self, holder: str, size: int, ttl_s: float) -> bool:
+            granted = await super().reserve(holder, size, ttl_s)
+            if size == 200:  # with the room of the second prompt
+                await self.answers.wait()
+            return granted
+
+    client, clock = SlowStore(), FakeClock()
+    media = media_of(client, set(), clock)
+    first, second = of_picture(1), of_picture(2)
+    assert await media.reserve(first)
+    raising = asyncio.create_task(media.reserve(second))
+    await clock.advance(0.01)
+    making = asyncio.create_task(media.of(first))
+    await clock.advance(0.01)
+    client.answers.set()
+    assert await raising
+    await making
+    assert client.reserved == 100, "of the second prompt"
+
+
 @pytest.mark.parametrize("sampled", [True, False])
 async def test_room_stays_reserved_for_prompts_that_are_going_to_be_sampled(sampled: bool) -> None:
     client, clock = StoreClient(), FakeClock()
