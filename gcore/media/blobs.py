@@ -5,7 +5,8 @@ then never changes (mode 0444). So a crash leaves at most temporary files, which
 synced to disk: a blob that a power failure damaged is detected like any other damaged one.
 
 Pins, reservations and times of use are in memory only (`gcore.media.accounts`). After a restart each file gets one grace
-time, and its SHA-256 is computed again at its first use. A file with other bytes is removed and counts as missing.
+time, and its SHA-256 is computed again at its first use, and whenever it is linked for a train rank. A file with other
+bytes is removed and counts as missing.
 
 All methods may be called from any thread. They read and write files, so an event loop calls them in a thread.
 """
@@ -209,10 +210,10 @@ class BlobStore:
         self.open(job, sha256).close()
         return self._path(BlobKey(job, sha256))
 
-    def open(self, job: str, sha256: str) -> BinaryIO:
+    def open(self, job: str, sha256: str, *, again: bool = False) -> BinaryIO:
         """Open a blob with verified bytes for reading; it can be read to the end even if it is deleted meanwhile.
 
-        Raises BlobMissing, BlobDamaged and StoreFailed.
+        `again`: compute its SHA-256 also if this process has done so. Raises BlobMissing, BlobDamaged and StoreFailed.
         """
         key = BlobKey(check_job(job), check_sha256(sha256))
         with self._lock:
@@ -227,14 +228,15 @@ class BlobStore:
         except OSError as error:
             raise disk_error(f"cannot open {path}", error) from error
         try:
-            self._verify(key, blob, file)
+            self._verify(key, blob, file, again=again)
         except BaseException:
             file.close()
             raise
         return file
 
     def link_to(self, job: str, sha256s: Iterable[str], folder: Path) -> list[str]:
-        """Give blobs a second name `folder/SHA256`, or copy them to another file system; return those that are missing.
+        """Verify blobs and give them a second name `folder/SHA256`, or copy them to another file system; return those that
+        are missing.
 
         A file of that name is replaced. Raises StoreFailed if the folder does not exist or cannot be written.
         """
@@ -327,11 +329,13 @@ class BlobStore:
             raise BlobMissing(f"the store has no blob {key.sha256} of job {key.job}")
         return blob
 
-    def _verify(self, key: BlobKey, blob: StoredBlob, file: BinaryIO) -> None:
-        """Compare the size, and once per process the SHA-256. Leaves the file at its start. Raises BlobDamaged."""
+    def _verify(self, key: BlobKey, blob: StoredBlob, file: BinaryIO, *, again: bool) -> None:
+        """Compare the size, and once per process or with `again` the SHA-256. Leaves the file at its start. Raises
+        BlobDamaged.
+        """
         try:
             right = os.fstat(file.fileno()).st_size == blob.size
-            if right and not blob.verified:
+            if right and (again or not blob.verified):
                 right = _hash(file) == key.sha256
                 file.seek(0)
                 blob.verified = right
@@ -352,7 +356,7 @@ class BlobStore:
 
     def _link(self, job: str, sha256: str, folder: Path) -> None:
         target = folder / check_sha256(sha256)
-        with self.open(job, sha256) as file:
+        with self.open(job, sha256, again=True) as file:  # what a rank has linked counts as verified
             source = os.fstat(file.fileno())
             with contextlib.suppress(OSError):
                 found = target.lstat()

@@ -8,6 +8,8 @@
                                            -> {"present", "unavailable", "failed"}; with "progress" as lines of JSON:
                                            {"bytes", "of"} each second, at last {"result"} or {"error"}
     POST       /jobs/JOB/link              {"sha256": [...], "folder"} -> {"linked", "missing"}
+    POST       /jobs/JOB/pictures          {"path", "sha256", "height", "width", "incarnation", "ttl_s"} -> the medium:
+                                           convert a picture file of this machine, store it and pin it
     DELETE     /jobs/JOB                   delete everything of the job
     GET        /health, /metrics           counters, as JSON and as Prometheus text
 

@@ -15,6 +15,7 @@ A text model has none of this, and every function here accepts one.
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import io
 import math
@@ -155,13 +156,15 @@ class PictureProcessor:
         """Number of pictures that were decoded, because the cache had no result."""
 
     def read(self, sha256: str, picture: Path | bytes) -> PictureTensors:
-        """Return a picture as tensors in host memory. `sha256`: of the picture's bytes. Raises DataError."""
+        """Return a picture as tensors in host memory. `sha256`: of the picture's bytes. Raises DataError, also for a file with
+        other bytes.
+        """
         with self._lock:
             found = self._cached.get(sha256)
             if found is not None:
                 self._cached.move_to_end(sha256)
                 return found
-        found = self._processed(sha256, picture)
+        found = self._processed(sha256, picture if isinstance(picture, bytes) else _read_blob(sha256, picture))
         with self._lock:
             self.decoded += 1
             if (other := self._cached.get(sha256)) is not None:  # of another thread, meanwhile
@@ -181,11 +184,11 @@ class PictureProcessor:
         Image.fromarray(pixels).save(file, "PNG")
         return self._processed("of noise", file.getvalue())
 
-    def _processed(self, sha256: str, picture: Path | bytes) -> PictureTensors:
+    def _processed(self, sha256: str, picture: bytes) -> PictureTensors:
         from PIL import Image, UnidentifiedImageError
 
         try:
-            with Image.open(io.BytesIO(picture) if isinstance(picture, bytes) else picture) as opened:
+            with Image.open(io.BytesIO(picture)) as opened:
                 pixels = opened.convert("RGB")
             made = self._processor(images=[pixels], return_tensors="pt")
         except (OSError, ValueError, UnidentifiedImageError, Image.DecompressionBombError) as error:
@@ -194,6 +197,21 @@ class PictureProcessor:
         grid = arguments.get("image_grid_thw")
         arguments.pop("num_crops", None)
         return PictureTensors(arguments, None if grid is None else tuple(grid[0].tolist()))
+
+
+def _read_blob(sha256: str, file: Path) -> bytes:
+    """Read the file of a blob. Its store compared the bytes once; a disk may have damaged them since. Raises DataError."""
+    try:
+        data = file.read_bytes()
+    except OSError as error:
+        raise DataError(f"the picture cannot be read ({one_line(error)})", where=f"picture {sha256}") from error
+    if hashlib.sha256(data).hexdigest() != sha256:
+        raise DataError(
+            "the bytes of the picture have changed",
+            where=str(file),
+            fix="Check the disk of this node; a restarted daemon removes damaged blobs",
+        )
+    return data
 
 
 def picture_arguments(pictures: Sequence[PictureTensors], device: torch.device) -> dict[str, Tensor]:

@@ -260,6 +260,16 @@ def test_a_damaged_blob_is_not_linked(store: BlobStore, clock: FakeClock, tmp_pa
     again.close()
 
 
+def test_a_blob_that_was_damaged_after_its_first_use_is_not_linked(store: BlobStore, tmp_path: Path) -> None:
+    blob = store.put_bytes("job", DATA)
+    path = store.path("job", blob.sha256)
+    path.chmod(0o644)
+    path.write_bytes(DATA[::-1])
+    assert store.link_to("job", [blob.sha256], tmp_path) == [blob.sha256]
+    assert store.counters().blobs_damaged == 1
+    assert not path.exists()
+
+
 def test_a_link_into_a_missing_folder_is_an_error_of_the_disk(store: BlobStore, tmp_path: Path) -> None:
     blob = store.put_bytes("job", DATA)
     with pytest.raises(StoreFailed, match=r"cannot link a blob into .*absent"):

@@ -298,6 +298,17 @@ def test_each_distinct_picture_is_decoded_and_encoded_once(folders: dict[str, Pa
     assert seen == [16 + 48]  # patches of 8 x 8 pixels
 
 
+def test_a_file_with_other_bytes_than_its_name_is_refused(folders: dict[str, Path], tmp_path: Path) -> None:
+    """Engine and trainer would see another picture, with as many tokens."""
+    processor, data = PictureProcessor(folders["qwen3_vl"]), make_picture(32, 32)
+    name = hashlib.sha256(data).hexdigest()
+    (tmp_path / name).write_bytes(make_picture(32, 32, seed=1))
+    with pytest.raises(DataError, match="the bytes of the picture have changed"):
+        processor.read(name, tmp_path / name)
+    (tmp_path / name).write_bytes(data)
+    assert processor.read(name, tmp_path / name).grid == (1, 4, 4)
+
+
 def test_a_pass_without_pictures_runs_the_tower_and_changes_nothing(folders: dict[str, Path], tmp_path: Path) -> None:
     case = make_case(folders["qwen3_vl"], tmp_path, "qwen3_vl", "packed")
     dummy = make_dummy(case.feeding)
