@@ -284,7 +284,7 @@ class NodeBlobs:
 
         await self.wait_for_secret()
         assert self._secret is not None
-        return BlobClient(address or self.address, job, job_key(self._secret, job), self._connections(), self._clock)
+        return BlobClient(address or self.address, job, job_key(self._secret, job), self._connections())
 
     async def client_of(self, job: str, node: str) -> BlobClient:
         """The client of a node's store for one job. Raises StoreUnreachable if the node has none."""

@@ -1,8 +1,8 @@
 """Calls one blob store over HTTP, in the name of one job.
 
 A broken connection or an answer that does not come is StoreUnreachable. Every call may be repeated. Blobs are sent and
-received in pieces, so no blob is in memory as a whole, except with `put_bytes`. `get_to_file` continues an interrupted
-download at the byte where it ended.
+received in pieces, so no blob is in memory as a whole, except with `put_bytes`. Processes of the store's node read the
+file of a blob, once the store has it (`BlobClient.fetch`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import contextlib
 import functools
 import hashlib
 import json
-import os
 import ssl
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -27,14 +26,12 @@ from gcore.media.protocol import (
     PIECE_BYTES,
     STATUS,
     Blob,
-    BlobMismatch,
     StoreFailed,
     StoreUnreachable,
     check_sha256,
     decode_error,
     disk_error,
 )
-from gcore.system.clock import Clock, retry_delay
 from gcore.system.network import http_client
 from gcore.types import Medium, PictureRef
 
@@ -43,9 +40,6 @@ SILENCE_S = 20.0
 
 LINK_S = 600.0
 """The same for links: after a restart the store reads the blobs again before it links them."""
-
-TRIES = 6
-"""Number of downloads without any progress after which `get_to_file` gives up."""
 
 _IDLE_S = 30.0
 """Seconds that an idle connection is kept: less than the keep-alive time of the server."""
@@ -91,12 +85,11 @@ class BlobClient:
     NotAllowed if the key is wrong, StoreFailed if the disk of the store fails, and what they document.
     """
 
-    def __init__(self, address: str, job: str, key: str, http: BlobHttp, clock: Clock) -> None:
+    def __init__(self, address: str, job: str, key: str, http: BlobHttp) -> None:
         self.address = address.rstrip("/")
         self._base = f"{self.address}/jobs/{job}"
         self._headers = {"Authorization": f"Bearer {key}"}
         self._http = http
-        self._clock = clock
 
     async def put_file(self, path: Path, *, holder: str = "") -> Blob:
         """Store a file and return its blob. `holder`: uses up the reservation of this holder.
@@ -140,22 +133,6 @@ class BlobClient:
                     raise StoreUnreachable(f"the store answered status {response.status_code}", where=self.address)
                 async for piece in response.aiter_raw(PIECE_BYTES):
                     yield piece
-
-    async def get_to_file(self, blob: Blob, path: Path) -> None:
-        """Download a blob into a file, which is replaced if it exists. Continues after broken connections.
-
-        Raises BlobMissing, BlobMismatch if the received bytes are wrong, and StoreFailed if the file cannot be written.
-        """
-        draft = path.with_name(f".{path.name}.{os.getpid()}.part")
-        try:
-            with await asyncio.to_thread(draft.open, "wb") as file:
-                await self._download(blob, file)
-            await asyncio.to_thread(draft.replace, path)
-        except OSError as error:
-            raise disk_error(f"cannot write {path}", error) from error
-        finally:
-            with contextlib.suppress(OSError):
-                draft.unlink(missing_ok=True)
 
     async def fetch(
         self, blobs: Iterable[Blob], nodes: Iterable[str], progress: ProgressReport | None = None
@@ -248,25 +225,6 @@ class BlobClient:
                     params={"holder": holder} if holder else {},
                 )
             )
-
-    async def _download(self, blob: Blob, file: BinaryIO) -> None:
-        digest, written, failures = hashlib.sha256(), 0, 0
-        while written < blob.size:
-            try:
-                async with contextlib.aclosing(self.read(blob.sha256, written)) as pieces:
-                    async for piece in pieces:
-                        await asyncio.to_thread(file.write, piece)
-                        digest.update(piece)
-                        written += len(piece)
-                        failures = 0
-                break
-            except StoreUnreachable:
-                failures += 1
-                if failures >= TRIES:
-                    raise
-            await self._clock.sleep(retry_delay(failures))
-        if (digest.hexdigest(), written) != blob:
-            raise BlobMismatch(f"the store sent other bytes than blob {blob.sha256}", where=self.address)
 
     async def _call(self, method: str, path: str, body: Any = None, *, silence_s: float = SILENCE_S) -> Any:
         with self._explain():

@@ -214,7 +214,7 @@ class BlobTransfers:
         address = self._nodes.get(node)
         if address is None:
             return StoreUnreachable("the address of its blob store is not known")
-        client = BlobClient(address, job, job_key(self._secret, job), self._http, self._clock)
+        client = BlobClient(address, job, job_key(self._secret, job), self._http)
         async with contextlib.aclosing(client.read(blob.sha256, incoming.written)) as pieces:
             while incoming.written < blob.size:
                 try:

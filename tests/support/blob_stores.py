@@ -15,7 +15,6 @@ from warm_programs import WarmProcess, WarmStarter
 
 from gcore.media.client import BlobClient, BlobHttp
 from gcore.media.protocol import job_key
-from gcore.system.clock import SystemClock
 from gcore.system.control_line import CONTROL_FD
 from gcore.types import Medium
 
@@ -117,7 +116,7 @@ class StoreProcess:
 
     def client(self, http: BlobHttp, job: str = "job") -> BlobClient:
         """A client with the key of `job`."""
-        return BlobClient(self.address, job, key_of(job), http, SystemClock())
+        return BlobClient(self.address, job, key_of(job), http)
 
     def path(self, sha256: str, job: str = "job") -> Path:
         """Where it keeps a blob."""

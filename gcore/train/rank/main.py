@@ -414,7 +414,7 @@ class RankProcess:
         from gcore.train.rank.blobs import BlobFetcher
 
         http = open_blob_http(Connector(None if self._launch.tls is None else self._launch.tls.material))
-        client = BlobClient(blobs.store, self._launch.job_uid, blobs.key, http, self._clock)
+        client = BlobClient(blobs.store, self._launch.job_uid, blobs.key, http)
         self._fetcher = BlobFetcher(client, Path(blobs.folder), self._board, self._clock)
         self._fetching = asyncio.create_task(self._fetcher.run(), name="blobs")
         self._fetching.add_done_callback(self._finished)
