@@ -110,11 +110,14 @@ class BlobClient:
         await self._put(blob, data, holder)
         return blob
 
-    async def stat(self, sha256: str) -> int:
-        """Return the size of a blob in bytes. Raises BlobMissing."""
+    async def stat(self, sha256: str, *, verify: bool = False) -> int:
+        """Return the size of a blob in bytes. `verify`: the store compares its bytes again first, and removes the blob if
+        they have changed. Raises BlobMissing.
+        """
         with self._explain():
             url = f"{self._base}/blobs/{check_sha256(sha256)}"
-            response = await self._http.head(url, headers=self._headers)
+            params = {"verify": "1"} if verify else {}
+            response = await self._http.head(url, headers=self._headers, params=params)
             if response.is_error:  # without a body that explains it
                 kind = next((kind for kind, status in STATUS.items() if status == response.status_code), StoreFailed)
                 raise kind(f"status {response.status_code} for blob {sha256}", where=self.address)

@@ -1,6 +1,7 @@
 """The process of a node's blob store: HTTP routes for clients of this machine and for the stores of other nodes.
 
     GET, HEAD  /jobs/JOB/blobs/SHA256      the bytes; a range `bytes=START-`, `bytes=START-END` or `bytes=-LAST` is possible
+                                           HEAD with ?verify=1 compares the bytes with the name again first
     PUT        /jobs/JOB/blobs/SHA256      store the body; ?holder=HOLDER uses up a reservation
     POST       /jobs/JOB/pins              {"incarnation", "sha256": [...], "ttl_s"}; DELETE without "ttl_s" ends pins
     POST       /jobs/JOB/reservations      {"holder", "bytes", "ttl_s"} -> {"granted"}; "bytes": 0 ends it
@@ -252,6 +253,8 @@ class BlobServer:
 
     async def _get(self, request: Request, job: str) -> Response:
         sha256 = check_sha256(request.path_params["sha256"])
+        if request.query_params.get("verify") == "1":
+            (await asyncio.to_thread(partial(self._store.open, job, sha256, again=True))).close()
         if request.method == "HEAD" and "range" not in request.headers:
             size = await asyncio.to_thread(self._store.size, job, sha256)
             return Response(headers=_blob_headers(sha256, size))

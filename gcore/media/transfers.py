@@ -4,9 +4,10 @@ A blob is transferred once, however many requests wait for it. A transfer belong
 client that requested it is gone. At most `limit` transfers run at the same time.
 
 For each blob the named nodes are asked in an order of its own, so that all nodes that have the blobs of a request send
-some of them. A node that answers not to have the blob is not asked again. When a connection breaks, the transfer
-continues at the same byte, at the next node, or at the same node after a delay. It ends when all nodes lack the blob, or
-after `ROUNDS` rounds through the nodes without any new byte.
+some of them. A node that answers not to have the blob is not asked again. A store that sends other bytes is asked to
+compare them with the name, and removes a damaged blob. When a connection breaks, the transfer continues at the same byte,
+at the next node, or at the same node after a delay. It ends when all nodes lack the blob, or after `ROUNDS` rounds through
+the nodes without any new byte.
 """
 
 from __future__ import annotations
@@ -194,7 +195,7 @@ class BlobTransfers:
                     await asyncio.to_thread(incoming.restart)
                     transfer.received = 0
                     if start == 0:  # otherwise the first bytes may have come from another node
-                        wrong.add(node)
+                        (lacking if await self._is_damaged(node, job, blob) else wrong).add(node)
             if lacking.issuperset(nodes):
                 return ""
             if (lacking | wrong).issuperset(nodes):
@@ -214,7 +215,7 @@ class BlobTransfers:
         address = self._nodes.get(node)
         if address is None:
             return StoreUnreachable("the address of its blob store is not known")
-        client = BlobClient(address, job, job_key(self._secret, job), self._http)
+        client = self._client(address, job)
         async with contextlib.aclosing(client.read(blob.sha256, incoming.written)) as pieces:
             while incoming.written < blob.size:
                 try:
@@ -234,6 +235,19 @@ class BlobTransfers:
         except BlobMismatch as error:
             return error
         return None
+
+    async def _is_damaged(self, node: str, job: str, blob: Blob) -> bool:
+        """Let the store of a node that sent other bytes compare its blob again. Return whether it has removed the blob."""
+        try:
+            await self._client(self._nodes.get(node, ""), job).stat(blob.sha256, verify=True)
+        except BlobMissing:
+            return True
+        except GcoreError:
+            return False
+        return False
+
+    def _client(self, address: str, job: str) -> BlobClient:
+        return BlobClient(address, job, job_key(self._secret, job), self._http)
 
 
 def order_of_nodes(sha256: str, nodes: Collection[str]) -> list[str]:
