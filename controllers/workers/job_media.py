@@ -135,6 +135,10 @@ class JobMedia:
         unused = [one for one in self._prompts.pop(ref, ()) if not self._used[one] and one not in others]
         tasks = [task for one in unused if (task := self._making.pop(one, None)) is not None]
         dropped = self._names(tasks)
+        needed = set(self._used).union(*self._prompts.values())
+        for pictures, task in list(self._making.items()):  # the same blobs, as a judge has seen them
+            if pictures not in needed and task.done() and self._names((task,)) <= dropped:
+                del self._making[pictures]
         dropped -= self._names(self._making.values())
         if dropped:
             client = await self._blobs.client(self._uid)

@@ -624,6 +624,26 @@ async def test_the_blobs_of_tools_are_released_with_a_dropped_group() -> None:
     assert client.unpinned == [[stored.sha256]]
 
 
+async def test_the_blob_of_a_tool_that_a_judge_has_seen_is_released_with_the_group() -> None:
+    class OneBlob(StoreClient):
+        async def make_picture(self, picture: PictureRef, incarnation: str, ttl_s: float) -> Medium:
+            return MEDIUM
+
+    client, ref = OneBlob(), PromptRef(0, 0, 0)
+    media = media_of(client, {ref}, FakeClock())
+    medium = await media.store_for(ref, PICTURE)
+    (file,) = media.picture_files((medium,))
+    seen = PictureRef(file.path, file.sha256, file.height, file.width, file.height, file.width)
+    async with media.in_use((seen,)) as shown:
+        assert shown == (medium,)
+        await media.release(ref)
+        assert not client.unpinned, "the judge still reads it"
+    media.keep(ref, (PICTURE,))
+    await media.of(replace(prompt(), pictures=(PICTURE,)))
+    await media.release(ref)
+    assert client.unpinned == [[MEDIUM.sha256]]
+
+
 class Holder:
     """A peer that holds groups of these prompts, which are in no seal."""
 
