@@ -217,6 +217,7 @@ class GroupBuffer:
             observed=_observed(group),
             patches=patches,
             picture_tokens=picture_tokens,
+            media_bytes=sum({medium.sha256: medium.size for medium in group.all_media}.values()),
         )
 
     def record_outcome(self, ref: PromptRef, outcome: Outcome, holder: str, version: Version, source: str) -> None:

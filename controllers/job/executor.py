@@ -153,6 +153,7 @@ def _transaction(action: Action, view: JobView, effects: Effects) -> Transaction
                 weight,
                 sequence_parallel=view.spec.train.sequence_parallel,
                 checkpoint=action.checkpoint,
+                near=view.near_ranks(action.chosen.groups),
             )
         case BeginEpoch():
             old = mirror.epochs.get(action.record.epoch)

@@ -35,6 +35,7 @@ from gcore.ledger.records.chain import (
     Offer,
     OfferedGroup,
     Seal,
+    SealedGroup,
     SealState,
 )
 from gcore.ledger.records.cluster import Claim, KnownShare, QueuePosition
@@ -468,6 +469,16 @@ class JobView:
     def layout(self, seal: Seal) -> StepLayout:
         """Which rank gets which sample of `seal`."""
         return self.remembered.get("layout", (seal,), lambda: balance_samples(seal))
+
+    def near_ranks(self, groups: Iterable[SealedGroup]) -> dict[str, tuple[int, ...]]:
+        """For each holder of `groups` with blobs: the sequence groups with a rank on the holder's node, as in a seal."""
+        nodes = {name: stored.record.node for name, stored in self.mirror.members.items()}
+        size, found = self.spec.train.sequence_parallel, dict[str, tuple[int, ...]]()
+        for holder in {group.holder for group in groups if group.media_bytes} & nodes.keys():
+            found[holder] = tuple(
+                sorted({place.rank // size for place in self.plan.ranks if place.node == nodes[holder]})
+            )
+        return found
 
     def held_for(self, seal: Seal) -> frozenset[str]:
         """The digests of the groups of `seal` that this peer must deliver."""

@@ -16,7 +16,11 @@ the group's first rank lists the share, so that each sample is in one receipt.
 
 Where groups have pictures, a rank encodes the pictures of a group once in each micro-batch with samples of it. This cost
 counts once for each rank that has a sample of the group. So samples of one group stay together, unless it is cheaper
-to encode its pictures on a further rank.
+to encode its pictures on a further rank. Samples of groups with other blobs (arrays of samples) stay together likewise.
+
+Samples of groups with blobs go to a rank on the node of the group's holder (`seal.near`), whose store has the blobs, if
+that does not make the step slower: first whole shares change places, then the samples of a group on one rank move to a
+near rank, or change places with those of another group there. The highest load rises by at most 1/`NEAR_SLACK`.
 
 The cost of a sample is a polynomial of its length: linear for the matrix products, quadratic for attention. The length
 at which the two are equal depends on the model, so the controller that seals writes it into the seal
@@ -179,8 +183,8 @@ def _spread(
     """
     slots = (SampleSlot(group, sample) for group in groups for sample in range(len(seal.groups[group].response_tokens)))
     units, count = units_of(slots), seal.world_size // seal.sequence_parallel
-    if any(seal.groups[group].patches for group in groups):
-        return _spread_with_pictures(seal, units, count)
+    if any(_has_blobs(seal.groups[group]) for group in groups):
+        return _move_near(seal, _spread_with_blobs(seal, units, count))
     weighed = sorted((-sum(slot_cost(seal, slot) for slot in unit), unit) for unit in units)
     shares: list[list[SampleSlot]] = [[] for _ in range(count)]
     loads = [(0, 0, number) for number in range(count)]  # ascending, so already a heap
@@ -189,6 +193,15 @@ def _spread(
         shares[number].extend(unit)
         heapq.heapreplace(loads, (load - negative_cost, taken + len(unit), number))
     return tuple(tuple(sorted(share)) for share in shares)
+
+
+def _has_blobs(group: SealedGroup) -> bool:
+    return bool(group.patches or group.media_bytes)
+
+
+def _slots_of(shares: Iterable[Iterable[Unit]]) -> tuple[tuple[SampleSlot, ...], ...]:
+    """The samples of each share, ascending."""
+    return tuple(tuple(sorted(slot for unit in share for slot in unit)) for share in shares)
 
 
 class _Share:
@@ -226,15 +239,16 @@ class _Share:
         return sum(slot_cost(self._seal, slot) for slot in unit)
 
 
-def _spread_with_pictures(seal: Seal, units: list[Unit], count: int) -> tuple[tuple[SampleSlot, ...], ...]:
-    """Spread units of which some have pictures over `count` sequence groups. Returns the samples of each, ascending.
+def _spread_with_blobs(seal: Seal, units: list[Unit], count: int) -> list[list[Unit]]:
+    """Spread units of which some have blobs over `count` sequence groups. Returns the units of each.
 
-    First the units of each group with pictures stay together, the most expensive go first, each to the least load. Then
+    First the units of each group with blobs stay together, the most expensive go first, each to the least load. Then
     single units move from the most to the least loaded, as long as this lowers the greater of the two loads.
     """
     bundles: dict[tuple[int, ...] | Unit, list[Unit]] = {}
     for unit in units:
-        bundles.setdefault(tuple(sorted(pictured_groups(seal, unit))) or unit, []).append(unit)
+        groups = {slot.group for slot in unit if _has_blobs(seal.groups[slot.group])}
+        bundles.setdefault(tuple(sorted(groups)) or unit, []).append(unit)
     shares = [_Share(seal) for _ in range(count)]
     loads = [(0, 0, number) for number in range(count)]
     for _, bundle in sorted((-_load_of(seal, bundle), bundle) for bundle in bundles.values()):
@@ -254,7 +268,139 @@ def _spread_with_pictures(seal: Seal, units: list[Unit], count: int) -> tuple[tu
             break
         source.remove(unit)
         target.add(unit)
-    return tuple(tuple(sorted(slot for unit in share.units for slot in unit)) for share in shares)
+    return [share.units for share in shares]
+
+
+NEAR_SLACK = 32
+"""The highest load of a rank rises by at most this fraction (1/32) when samples move to the ranks near their blobs."""
+
+
+class _Bundle:
+    """The units of one share whose samples belong to one group with blobs. `own`: their cost without pictures."""
+
+    def __init__(self, seal: Seal, group: int, units: list[Unit]) -> None:
+        slots = [slot for unit in units for slot in unit]
+        self.group = group
+        self.units = units
+        self.own = sum(slot_cost(seal, slot) for slot in slots)
+        self.pictures = picture_cost(seal, group) if any(pictured_groups(seal, unit) for unit in units) else 0
+        one = seal.groups[group]
+        self.bytes = one.media_bytes * len(slots) // len(one.response_tokens)
+        """Its share of the bytes of the group's blobs."""
+
+    @property
+    def cost(self) -> int:
+        """Its cost on a rank that has no other samples of the group."""
+        return self.own + self.pictures
+
+
+class _Places:
+    """The bundles of each sequence group of ranks (by group of the seal), the ranks' loads, and their limit."""
+
+    def __init__(self, seal: Seal, shares: list[list[Unit]]) -> None:
+        self._seal = seal
+        self.bundles: list[dict[int, _Bundle]] = []
+        self.fixed: list[list[Unit]] = []
+        """Units that do not move: of several groups, or without blobs."""
+        for share in shares:
+            of_group: dict[int, list[Unit]] = {}
+            fixed = []
+            for unit in share:
+                groups = {slot.group for slot in unit}
+                if len(groups) == 1 and seal.groups[unit[0].group].media_bytes:
+                    of_group.setdefault(unit[0].group, []).append(unit)
+                else:
+                    fixed.append(unit)
+            self.bundles.append({group: _Bundle(seal, group, units) for group, units in of_group.items()})
+            self.fixed.append(fixed)
+        self.loads = [_load_of(seal, share) for share in shares]
+        self.limit = max(self.loads) + max(self.loads) // NEAR_SLACK
+
+    def is_near(self, place: int, group: int) -> bool:
+        """Whether the store of the node of a sequence group has the blobs of `group`."""
+        return place in self.near(group)
+
+    def near(self, group: int) -> tuple[int, ...]:
+        """The sequence groups near the blobs of `group`."""
+        near = self._seal.near.get(self._seal.groups[group].holder, ())
+        return tuple(place for place in near if place < len(self.bundles))
+
+    def exchange_shares(self) -> None:
+        """Give whole shares to the ranks near whose nodes most of their bytes are; this changes no load."""
+        gains: dict[tuple[int, int], int] = {}
+        for share, bundles in enumerate(self.bundles):
+            for group, bundle in bundles.items():
+                for place in self.near(group):
+                    gains[share, place] = gains.get((share, place), 0) + bundle.bytes
+        place_of: dict[int, int] = {}
+        taken: set[int] = set()
+        for (share, place), _ in sorted(gains.items(), key=lambda item: (-item[1], item[0])):
+            if share not in place_of and place not in taken:
+                place_of[share] = place
+                taken.add(place)
+        free = iter(place for place in range(len(self.bundles)) if place not in taken)
+        order = sorted(range(len(self.bundles)), key=lambda share: place_of[share] if share in place_of else next(free))
+        self.bundles = [self.bundles[share] for share in order]
+        self.fixed = [self.fixed[share] for share in order]
+        self.loads = [self.loads[share] for share in order]
+
+    def bring_near(self, source: int, bundle: _Bundle) -> bool:
+        """Move a bundle to a near rank, or exchange it with another bundle there, if the limit allows it."""
+        for target in sorted(self.near(bundle.group), key=lambda place: (self.loads[place], place)):
+            if self._fits(target, self._more(target, bundle)):
+                self._move(source, target, bundle)
+                return True
+            others = [one for group, one in self.bundles[target].items() if not self.is_near(target, group)]
+            others.sort(key=lambda one: (not self.is_near(source, one.group), abs(one.cost - bundle.cost), one.group))
+            for one in others:
+                if self._fits(target, self._more(target, bundle) - one.cost) and self._fits(
+                    source, self._more(source, one) - bundle.cost
+                ):
+                    self._move(target, source, one)
+                    self._move(source, target, bundle)
+                    return True
+        return False
+
+    def _more(self, place: int, bundle: _Bundle) -> int:
+        """By how much the load of a rank grows with a bundle."""
+        there = self.bundles[place].get(bundle.group)
+        return bundle.own + (0 if there is not None and there.pictures else bundle.pictures)
+
+    def _fits(self, place: int, more: int) -> bool:
+        return more <= 0 or self.loads[place] + more <= self.limit
+
+    def _move(self, source: int, target: int, bundle: _Bundle) -> None:
+        self.loads[source] -= bundle.cost
+        self.loads[target] += self._more(target, bundle)
+        del self.bundles[source][bundle.group]
+        there = self.bundles[target].get(bundle.group)
+        units = bundle.units if there is None else there.units + bundle.units
+        self.bundles[target][bundle.group] = _Bundle(self._seal, bundle.group, units)
+
+
+def _move_near(seal: Seal, shares: list[list[Unit]]) -> tuple[tuple[SampleSlot, ...], ...]:
+    """Move units of groups with blobs to sequence groups near the blobs. Returns the samples of each, ascending."""
+    if not seal.near:
+        return _slots_of(shares)
+    places = _Places(seal, shares)
+    places.exchange_shares()
+    moved = True
+    while moved:  # each time more bytes are near
+        far = [
+            (-bundle.bytes, group, place)
+            for place, bundles in enumerate(places.bundles)
+            for group, bundle in bundles.items()
+            if not places.is_near(place, group)
+        ]
+        moved = False
+        for _, group, place in sorted(far):
+            bundle = places.bundles[place].get(group)  # it may have been exchanged meanwhile
+            if bundle is not None and not places.is_near(place, group):
+                moved = places.bring_near(place, bundle) or moved
+    return _slots_of(
+        [*places.fixed[place], *(unit for bundle in places.bundles[place].values() for unit in bundle.units)]
+        for place in range(len(shares))
+    )
 
 
 def _load_of(seal: Seal, units: list[Unit]) -> int:
@@ -305,6 +451,7 @@ def seal_up_to(seal: Seal, parts: int) -> Seal:
     later parts or a checkpoint at this step change nothing. The attempt is 0, because later parts can be given up and
     sealed again under another attempt number.
     """
+    holders = {group.holder for group in seal.groups[: sum(seal.parts[:parts])] if group.media_bytes}
     return Seal(
         lineage=seal.lineage,
         step=seal.step,
@@ -316,6 +463,7 @@ def seal_up_to(seal: Seal, parts: int) -> Seal:
         mini_batches=seal.mini_batches,
         attention_equals_at=seal.attention_equals_at,
         groups=seal.groups[: sum(seal.parts[:parts])],
+        near={holder: near for holder, near in seal.near.items() if holder in holders},
         parts=seal.parts[:parts],
         ready_parts=parts,
     )

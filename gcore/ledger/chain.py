@@ -16,6 +16,7 @@ import hashlib
 import json
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from gcore.config.train import EXECUTION_SETTINGS
 from gcore.data.order import Cursors, StreamShape
@@ -28,6 +29,7 @@ from gcore.ledger.records.chain import (
     LogEntry,
     RaisedGoal,
     Seal,
+    SealedGroup,
     SealState,
     WorldState,
 )
@@ -166,17 +168,20 @@ def seal_slot(
     sequence_parallel: int = 1,
     attention_equals_at: int = ATTENTION_EQUALS_AT,
     checkpoint: bool = False,
+    near: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
 ) -> Seal:
     """The record of the next step after sealing `chosen`: all groups of the step, or one more part of a streamed step.
 
     `slot`: the step's current record, if any. The attempt number continues from it, so that no two sets of groups share
     a token (lineage, step, attempt). Groups in READY parts are kept unchanged; raises ValueError if `chosen` does not
     begin with them. `sequence_parallel`: number of ranks that compute each sample together. `checkpoint`: whether the
-    ranks write a checkpoint in this step.
+    ranks write a checkpoint in this step. `near`: for each holder, the sequence groups on its node.
     """
     kept = slot.kept if slot else ()
     if chosen.groups[: len(kept)] != kept:
         raise ValueError(f"step {head.step + 1} would lose its READY parts")
+    # The layout of READY parts must not change.
+    known = dict.fromkeys((group.holder for group in kept if group.media_bytes), ()) | (slot.near if slot else {})
     parts = slot.parts if slot else ()
     whole = isinstance(chosen, SealStep)
     if parts or not whole:
@@ -200,7 +205,14 @@ def seal_slot(
         parts=parts,
         ready_parts=slot.ready_parts if slot else 0,
         checkpoint=checkpoint,
+        near=_near_of(chosen.groups, dict(near) | known),
     )
+
+
+def _near_of(groups: Iterable[SealedGroup], near: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """The entries of `near` for holders of groups with blobs."""
+    holders = {group.holder for group in groups if group.media_bytes}
+    return {holder: near[holder] for holder in sorted(holders) if near.get(holder)}
 
 
 def reseal_slot(slot: Seal, sealer: str) -> Seal:
@@ -215,6 +227,7 @@ def reseal_slot(slot: Seal, sealer: str) -> Seal:
             "attempt": slot.attempt + 1,
             "state": SealState.OPEN,
             "groups": slot.kept,
+            "near": _near_of(slot.kept, slot.near),
             "parts": slot.parts[: slot.ready_parts],
             "outcomes": (),
             "padding": 0,

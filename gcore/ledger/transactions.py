@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from types import MappingProxyType
 from typing import Generic, Protocol, TypeVar
 
 from gcore.data.order import StreamShape
@@ -273,11 +274,12 @@ def seal(
     *,
     sequence_parallel: int = 1,
     checkpoint: bool = False,
+    near: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
 ) -> Transaction:
     """Seal the next step (fix which groups form it), or one more part of it.
 
     `plan`: its number of ranks becomes the world size. `by`: incarnation of the writer. `attention_equals_at`: see
-    `gcore.ledger.records.cluster`. `sequence_parallel`: ranks that compute each sample together. `checkpoint`: whether the ranks write a checkpoint in this step. Compares head and
+    `gcore.ledger.records.cluster`. `sequence_parallel`: ranks that compute each sample together. `checkpoint`: whether the ranks write a checkpoint in this step. `near`: for each holder, the sequence groups on its node. Compares head and
     the seals of all steps that may be open. Raises ValueError if the step is sealed already and not OPEN.
     """
     head = open_slots.head.record
@@ -294,6 +296,7 @@ def seal(
         sequence_parallel=sequence_parallel,
         attention_equals_at=attention_equals_at,
         checkpoint=checkpoint,
+        near=near,
     )
     return Transaction(TxnKind.SEAL, open_slots.compares(keys), (Put(keys.seal(record.step), record.encode()),))
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 from controllers.rules.decide import shard_assignment
@@ -153,9 +154,12 @@ def seal_of_lengths(
     attention_equals_at: int = 24_576,
     state: SealState = SealState.SEALED,
     patches: Sequence[int] = (),
+    holders: Sequence[str] = ("a",),
+    media_bytes: Sequence[int] = (0,),
+    near: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
 ) -> Seal:
     """A seal of groups with these response lengths. `masked`: these samples of each group that has them. `patches`: of the groups'
-    pictures, in turn; a patch costs as much as half a token.
+    pictures, in turn; a patch costs as much as half a token. `holders`, `media_bytes`: of the groups, in turn.
     """
     prompts = [prompt_tokens] * len(lengths) if isinstance(prompt_tokens, int) else prompt_tokens
     groups = tuple(
@@ -165,7 +169,8 @@ def seal_of_lengths(
             prompt_tokens=prompt,
             response_tokens=tuple(responses),
             versions=(Version(0, 0),),
-            holder="a",
+            holder=holders[number % len(holders)],
+            media_bytes=media_bytes[number % len(media_bytes)],
             masked=tuple(sample for sample in masked if sample < len(responses)),
             patches=patches[number % len(patches)] if patches else 0,
             picture_tokens=patches[number % len(patches)] // 2 if patches else 0,
@@ -182,6 +187,7 @@ def seal_of_lengths(
         mini_batches=mini_batches,
         groups=groups,
         attention_equals_at=attention_equals_at,
+        near=dict(near),
     )
 
 

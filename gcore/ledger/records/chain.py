@@ -157,7 +157,7 @@ class OfferedGroup(RecordPart):
     `versions`: the policy versions that generated it.
     """
 
-    came_with: ClassVar[Mapping[str, int]] = {"patches": 3, "picture_tokens": 3}
+    came_with: ClassVar[Mapping[str, int]] = {"patches": 3, "picture_tokens": 3, "media_bytes": 3}
 
     ref: PromptRef
     digest: str
@@ -183,6 +183,8 @@ class OfferedGroup(RecordPart):
     """Patches that the vision tower computes for the group's distinct pictures; 0 without pictures."""
     picture_tokens: NonNegativeInt = 0
     """What the tower costs for these patches: the number of tokens for which the language model costs the same."""
+    media_bytes: NonNegativeInt = 0
+    """Bytes of the group's distinct blobs: those of the prompt and of all samples."""
 
     @property
     def own_tokens(self) -> tuple[int, ...]:
@@ -239,7 +241,7 @@ class Seal(Record):
     contains READY parts only.
     """
 
-    came_with: ClassVar[Mapping[str, int]] = {"sequence_parallel": 3}
+    came_with: ClassVar[Mapping[str, int]] = {"sequence_parallel": 3, "near": 3}
 
     lineage: int
     step: int
@@ -269,6 +271,9 @@ class Seal(Record):
     """
     sequence_parallel: PositiveInt = 1
     """Number of consecutive ranks that compute each sample together (a sequence group). It divides `world_size`."""
+    near: dict[str, tuple[NonNegativeInt, ...]] = Field(default_factory=dict)
+    """For each holder of groups with blobs: the sequence groups, ascending, all of whose ranks are on its node, whose store
+    has the blobs. Empty without blobs."""
 
     @property
     def collects(self) -> bool:

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gcore.ledger.balance import (
+    NEAR_SLACK,
     SampleSlot,
     StepLayout,
     Unit,
@@ -344,3 +345,91 @@ def test_a_patch_costs_what_the_layers_of_tower_and_language_model_say() -> None
     assert patch_cost({"vision_config": tower, "text_config": text}) == pytest.approx(of_tower / of_text)
     assert patch_cost({"vision_config": tower, **text}) == pytest.approx(of_tower / of_text)
     assert patch_cost(text) == patch_cost({"vision_config": tower, "text_config": {}}) == 0
+
+
+held = st.builds(
+    lambda near, **fields: seal_of_lengths(**fields, near={f"c{n}": tuple(sorted(one)) for n, one in enumerate(near)}),
+    st.lists(st.sets(st.integers(0, 5), max_size=2), min_size=1, max_size=4),
+    lengths=st.lists(st.lists(st.integers(0, 500), min_size=1, max_size=6), max_size=8),
+    world_size=st.integers(1, 5),
+    mini_batches=st.integers(1, 3),
+    prompt_tokens=st.integers(1, 300),
+    masked=st.sampled_from([(), (0,), (1, 3)]),
+    patches=st.lists(st.sampled_from([0, 4, 900]), min_size=1, max_size=4),
+    holders=st.permutations(["c0", "c1", "c2", "c3"]),
+    media_bytes=st.lists(st.sampled_from([0, 1, 1000, 2_000_000]), min_size=1, max_size=4),
+)
+
+
+def far_bytes(seal: Seal, layout: StepLayout) -> int:
+    """Bytes of samples on ranks that are not near them, times the number of samples of their group."""
+    return sum(
+        seal.groups[slot.group].media_bytes
+        for shares in layout.shares
+        for rank, share in enumerate(shares)
+        for slot in share
+        if rank not in seal.near.get(seal.groups[slot.group].holder, ())
+    )
+
+
+def greatest_loads(seal: Seal, layout: StepLayout) -> list[int]:
+    return [max(load_with_pictures(seal, share) for share in shares) for shares in layout.shares]
+
+
+@given(held, st.sampled_from([single_units, pairs]))
+def test_samples_move_to_the_ranks_near_their_blobs_and_no_load_rises_above_the_bound(
+    seal: Seal, units_of: Any
+) -> None:
+    nowhere = seal.model_copy(update={"near": {}})
+    layout, before = balance_samples(seal, units_of), balance_samples(nowhere, units_of)
+    taken = [slot for shares in layout.shares for share in shares for slot in share]
+    assert sorted(taken) == sample_slots(seal)
+    assert all(
+        any(set(unit) <= set(share) for shares in layout.shares for share in shares)
+        for unit in units_of(sample_slots(seal))
+    )
+    for load, bound in zip(greatest_loads(seal, layout), greatest_loads(seal, before), strict=True):
+        assert load <= bound + bound // NEAR_SLACK
+    assert layout == balance_samples(Seal.decode(seal.encode()), units_of)
+    if not any(group.patches for group in seal.groups):
+        assert far_bytes(seal, layout) <= far_bytes(seal, before)
+
+
+@given(held)
+def test_without_blobs_the_layout_does_not_depend_on_who_is_near(seal: Seal) -> None:
+    text = seal.model_copy(
+        update={"groups": tuple(group.model_copy(update={"media_bytes": 0}) for group in seal.groups)}
+    )
+    assert balance_samples(text) == balance_samples(text.model_copy(update={"near": {}}))
+
+
+@given(st.integers(1, 5), st.integers(1, 4), st.integers(1, 8), st.sampled_from([0, 900]), st.randoms())
+def test_equal_groups_of_equal_holders_stay_with_their_holders(
+    nodes: int, each: int, samples: int, patches: int, random: Any
+) -> None:
+    holders = [f"c{number}" for number in range(nodes)] * each
+    random.shuffle(holders)
+    seal = seal_of_lengths(
+        [[40] * samples] * len(holders),
+        world_size=nodes,
+        patches=[patches],
+        holders=holders,
+        media_bytes=[1000],
+        near={f"c{number}": (number,) for number in range(nodes)},
+    )
+    assert far_bytes(seal, balance_samples(seal)) == 0
+
+
+def test_a_holder_of_too_many_groups_keeps_as_many_as_its_rank_computes_in_time() -> None:
+    seal = seal_of_lengths(
+        [[40] * 2] * 8,
+        world_size=2,
+        patches=[100],
+        holders=["a"] * 6 + ["b"] * 2,
+        media_bytes=[1000],
+        near={"a": (1,), "b": (0,)},
+    )
+    (shares,) = balance_samples(seal).shares
+    assert [len(share) for share in shares] == [8, 8], "the step takes no longer than before"
+    assert {slot.group for slot in shares[0]} >= {6, 7}
+    assert far_bytes(seal, balance_samples(seal)) == 2 * 2 * 1000

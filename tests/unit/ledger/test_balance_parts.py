@@ -264,7 +264,7 @@ def test_changes_of_a_step_in_progress_do_not_change_its_parts() -> None:
     assert slot is not None
     begun_with = seal_up_to(slot, 1).encode()
     of_a_part = {"lineage", "step", "world", "world_size", "sequence_parallel", "mini_batches", "attention_equals_at"}
-    of_a_part |= {"groups", "parts"}
+    of_a_part |= {"groups", "parts", "near"}
     later: dict[str, Any] = {
         "attempt": 7,
         "state": SealState.SEALED,
@@ -339,3 +339,20 @@ def test_an_audit_lets_ready_parts_stand_in_an_open_slot_and_nothing_else() -> N
 
 
 CHOICES: tuple[OnLimit, ...] = ("train_smaller", "pad_masked", "fail")
+
+
+def test_a_later_part_does_not_change_who_is_near_the_blobs_of_earlier_parts() -> None:
+    cluster = parted()
+    assert cluster.slot is not None
+    slot = chain.ready_slot(cluster.slot)
+    groups = tuple(group.model_copy(update={"media_bytes": 9, "holder": "a"}) for group in slot.groups)
+    slot = slot.model_copy(update={"groups": groups, "near": {"a": (0,)}})
+    new = [groups[0].model_copy(update={"holder": holder, "digest": holder}) for holder in ("a", "b")]
+    near = {"a": (1,), "b": (1,), "c": (1,)}
+    chosen = SealStep((*groups, *new), ())
+    later = chain.seal_slot(slot, cluster.head, chosen, world_size=2, mini_batches=1, sealer="a", near=near)
+    assert later.near == {"a": (0,), "b": (1,)}
+    assert seal_up_to(later, slot.ready_parts) == seal_up_to(slot, slot.ready_parts)
+    unknown = slot.model_copy(update={"near": {}})
+    later = chain.seal_slot(unknown, cluster.head, chosen, world_size=2, mini_batches=1, sealer="a", near=near)
+    assert later.near == {"b": (1,)}
