@@ -1,11 +1,12 @@
 """Memory by process of jobs with pictures: gcore's, and beside it verl's batch type through Ray on the same bytes.
 
-Payloads are random bytes: 3 MB a group and 2 MB a sample with 64 groups of 8 samples, as many pictures with a ninth of the bytes, and 16 MB a
-sample with 8 groups of 8.
+Payloads are random bytes: 3 MB a group and 2 MB a sample with 64 groups of 8 samples, the same with a ninth of the bytes, and 16 MB a sample
+with 8 groups of 8.
 
-**gcore**: real daemons, etcd, blob stores and train rank processes; engines and ranks are emulated, so neither decodes a picture. The bytes of
-samples are measured as further pictures of the prompt, because no engine returns arrays of a sample yet. The same job runs with as many
-tokens of text in place of the pictures. Largest messages are measured in all daemons, engines and ranks, by wrapping gRPC and the HTTP client.
+**gcore**: real daemons, etcd, blob stores and train rank processes; engines and ranks are emulated. The bytes of a group are pictures of its
+prompt; those of a sample are a blob that the emulated engine puts into its node's store (`response_blob_bytes`). The same job runs with as
+many tokens of text in place of the pictures, and without blobs. Largest messages are measured in all daemons, engines and ranks, by wrapping
+gRPC and the HTTP client.
 
 **verl** (`make verl-setup`): `DataProto` through Ray with workers that compute nothing, in the order of verl's v0 trainer
 (`media_verl.py`). Its v1 trainer, the default since 0.9, moves batches by TransferQueue and is not measured.
@@ -133,7 +134,7 @@ class Payload:
     group_mb: float
     sample_mb: float
     side: int
-    """Height and width in pixels of the pictures that have these bytes."""
+    """Height and width in pixels of the prompt's pictures, which have the bytes of the group; at least one."""
 
     @property
     def name(self) -> str:
@@ -144,16 +145,16 @@ class Payload:
     @property
     def pictures(self) -> int:
         """Number of pictures of a prompt."""
-        whole = self.group_mb + self.samples * self.sample_mb
-        return round(whole * MB / (3 * self.side**2))
+        return max(1, round(self.group_mb * MB / (3 * self.side**2)))
 
 
 PAYLOADS = {
     "64x8-ninth": Payload(64, 8, 0.33, 0.22, 192),
     "64x8": Payload(64, 8, 3, 2, 576),
-    "8x8": Payload(8, 8, 0, 16, 2304),
+    "8x8": Payload(8, 8, 0, 16, 64),
 }
-"""The first has as many pictures as the second, with a ninth of the bytes each."""
+"""The first has as many blobs as the second, with a ninth of the bytes each. In the last a prompt has a picture of 12 kB, because
+only jobs with pictures have blob stores."""
 
 
 @dataclass
@@ -343,7 +344,7 @@ class StoreCounters(threading.Thread):
                 except (OSError, ValueError):  # it does not run yet, or has ended
                     continue
                 before = self.latest.setdefault(file.stem, {})
-                for name in ("bytes_served", "bytes_fetched", "fetches"):
+                for name in ("bytes_served", "bytes_fetched", "bytes_stored", "fetches"):
                     before[name] = max(before.get(name, 0), counters[name])
 
     def stop(self) -> dict[str, dict[str, int]]:
@@ -418,11 +419,14 @@ def job_spec(folder: Path, payload: Payload, model: Path, steps: int, *, picture
     }
 
 
-def measure_gcore(spec: Mapping[str, Any], controllers: int, limit_s: float) -> Result:
-    """Run a job on a cluster of its own. Raises SystemExit if it fails for another reason than its memory."""
+def measure_gcore(spec: Mapping[str, Any], controllers: int, limit_s: float, sample_bytes: int = 0) -> Result:
+    """Run a job on a cluster of its own. `sample_bytes`: of the blob with each response.
+
+    Raises SystemExit if it fails for another reason than its memory.
+    """
     with own_home() as home:
         folder, mark = home.parent, uuid.uuid4().hex
-        (folder / "law.json").write_text(json.dumps(LAW))
+        (folder / "law.json").write_text(json.dumps(LAW | {"response_blob_bytes": sample_bytes}))
         (folder / "sitecustomize.py").write_text(MESSAGE_SIZES)
         (folder / "sizes").mkdir()
         environment = {
@@ -454,7 +458,11 @@ def measure_gcore(spec: Mapping[str, Any], controllers: int, limit_s: float) -> 
         "audit": audit,
         **sampler.figures(),
         "stores_mb": {
-            node: {name.removeprefix("bytes_"): round(one[name] / MB, 1) for name in ("bytes_served", "bytes_fetched")}
+            node: {
+                "made": round((one["bytes_stored"] - one["bytes_fetched"]) / MB, 1),
+                "served": round(one["bytes_served"] / MB, 1),
+                "fetched": round(one["bytes_fetched"] / MB, 1),
+            }
             for node, one in sorted(served.items())
         },
         "messages_bytes": dict(sorted(messages.items(), key=lambda item: -item[1])[:8]),
@@ -546,7 +554,8 @@ def measure(arguments: argparse.Namespace, result: Result) -> Result:
                 for nodes in arguments.nodes:
                     for pictures in (True, False):
                         spec = job_spec(folder / "data", payload, model, arguments.steps, pictures=pictures)
-                        figures = measure_gcore(spec, nodes, arguments.limit)
+                        sample_bytes = int(payload.sample_mb * MB) * pictures
+                        figures = measure_gcore(spec, nodes, arguments.limit, sample_bytes)
                         add("gcore", payload, nodes, figures, pictures=pictures)
         if "verl" in arguments.systems:
             for nodes in arguments.nodes:

@@ -98,13 +98,16 @@ def media_cases(result: Result) -> Rows:
         kinds, out = case["kinds"], case["out_of_memory"]
         others = {name: one["anonymous_mb"] for name, one in kinds.items() if name != main}
         largest = max(others, key=lambda name: others[name])
-        served = [store["served"] for store in case.get("stores_mb", {}).values()]
+        stores = case.get("stores_mb", {}).values()
+        made = [store["made"] for store in stores if "made" in store]
+        served = [store["served"] for store in stores]
         messages = case.get("messages_bytes", {})
         yield {
             **case,
             "content": "pictures" if case["pictures"] else "text",
             "main": f"{main} {kinds[main]['anonymous_mb']:,.0f}",
             "other": f"{largest} {others[largest]:,.0f}",
+            "made": f"{max(made):,.0f}" if made else "",
             "served": f"{max(served):,.0f}" if served else "",
             "message": f"{max(messages.values()) / 1024:,.0f}" if messages else "",
             "end": f"killed at {out['mb']:,} MB after {out['after_s']:.0f} s" if out else "complete",

@@ -244,6 +244,8 @@ class JobPeer:
         made = await self._engines.generate(version, prompts, params, seeds, rid, follow, decode, ended, expect)
         if any(sample.finish_reason == "abort" for sample in made):
             raise EngineError(f"the engine aborted prompt {prompt.ref}", fix="The prompt is sampled again")
+        if self.media is not None:
+            await self.media.keep_made(prompt.ref, [medium for sample in made for medium in sample.media])
         if self._lengths is not None and not greedy:
             self._lengths.note(prompt.ref, [len(sample.token_ids) for sample in made])
         return made

@@ -283,8 +283,7 @@ class NodeBlobs:
         from gcore.media.client import BlobClient
 
         await self.wait_for_secret()
-        assert self._secret is not None
-        return BlobClient(address or self.address, job, job_key(self._secret, job), self._connections())
+        return BlobClient(address or self.address, job, self.key_of(job), self._connections())
 
     async def client_of(self, job: str, node: str) -> BlobClient:
         """The client of a node's store for one job. Raises StoreUnreachable if the node has none."""
@@ -301,13 +300,21 @@ class NodeBlobs:
         """The SHA-256 of a blob that is not in the folder of this node's store, or has another size there; None if there is none."""
         return await asyncio.to_thread(_find_lost, self.job_folder(job), media)
 
+    def key_of(self, job: str) -> str:
+        """The key of a job for blob stores. The secret must be known (`wait_for_secret`)."""
+        assert self._secret is not None
+        return job_key(self._secret, job)
+
     def of_rank(self, job: str, world: str, rank: int) -> RankBlobs:
         """Where a train rank of this node gets blobs. The secret must be known (`wait_for_secret`)."""
         from gcore.train.rank.launch import RankBlobs
 
-        assert self._secret is not None
         folder = self._home / WORLDS / job / f"{world}-{rank}"
-        return RankBlobs(store=self.address, key=job_key(self._secret, job), folder=str(folder))
+        return RankBlobs(store=self.address, key=self.key_of(job), folder=str(folder))
+
+    def nodes_with_stores(self) -> list[str]:
+        """The nodes that have a blob store, this one included."""
+        return sorted(name for name, record in self._nodes().items() if record.blobs)
 
     async def sweep_worlds(self, job: str, needed: Callable[[], Collection[str]]) -> None:
         """Delete the folders of a job's train worlds that no rank needs. `needed`: returns the names of the other

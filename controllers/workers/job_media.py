@@ -80,6 +80,8 @@ class JobMedia:
         """The pictures of prompts that are trained, and those that tools returned in responses to them."""
         self._kept: Counter[str] = Counter()
         """By SHA-256: how often the blobs of responses are in use (`stored`)."""
+        self._made: dict[PromptRef, set[str]] = {}
+        """SHA-256 of the blobs that engines have made for responses to prompts that are trained."""
         self._used: Counter[Pictures] = Counter()
         """How often pictures are in use beside that."""
         self._reserved: dict[Pictures | PromptRef, int] = {}
@@ -110,6 +112,26 @@ class JobMedia:
         if pictures:
             self._prompts.setdefault(ref, set()).add(pictures)
 
+    async def keep_made(self, ref: PromptRef, media: Collection[Medium]) -> None:
+        """Pin the blobs that an engine has made for responses to the prompt `ref`, as long as this controller holds it.
+
+        An engine puts them into the store of its own node; if that is another node, they are fetched from there. Raises
+        EngineError.
+        """
+        if not media:
+            return
+        names = {one.sha256 for one in media}
+        try:
+            client = await self._blobs.client(self._uid)
+            await client.pin(self._me, sorted(names), PIN_S)
+            blobs = [Blob(one.sha256, one.size) for one in media]
+            found = await client.fetch(blobs, self._blobs.nodes_with_stores())
+        except GcoreError as error:
+            raise EngineError(f"the blob store of this node: {error}", fix=AGAIN) from error
+        if lacking := names - found.present:
+            raise EngineError(f"no blob store has blob {min(lacking)} of a response to prompt {ref}", fix=AGAIN)
+        self._made.setdefault(ref, set()).update(names)
+
     async def end_sampling(self, ref: PromptRef) -> None:
         """End the reservation for pictures of tools: all responses to the prompt are finished."""
         if self._reserved.pop(ref, None) is not None:
@@ -134,12 +156,12 @@ class JobMedia:
         others = set[Pictures]().union(*(found for held, found in self._prompts.items() if held != ref))
         unused = [one for one in self._prompts.pop(ref, ()) if not self._used[one] and one not in others]
         tasks = [task for one in unused if (task := self._making.pop(one, None)) is not None]
-        dropped = self._names(tasks)
+        dropped = self._names(tasks) | self._made.pop(ref, set())
         needed = set(self._used).union(*self._prompts.values())
         for pictures, task in list(self._making.items()):  # the same blobs, as a judge has seen them
             if pictures not in needed and task.done() and self._names((task,)) <= dropped:
                 del self._making[pictures]
-        dropped -= self._names(self._making.values())
+        dropped -= self._names(self._making.values()).union(*self._made.values())
         if dropped:
             client = await self._blobs.client(self._uid)
             with contextlib.suppress(GcoreError):  # the pins end by themselves
@@ -342,7 +364,8 @@ class JobMedia:
             needed = set(self._used).union(*self._prompts.values())
             gone = [pictures for pictures, task in self._making.items() if pictures not in needed and task.done()]
             dropped = self._names(self._making.pop(pictures) for pictures in gone)
-            kept = self._names(self._making.values()) | self._kept.keys()
+            dropped |= set[str]().union(*(self._made.pop(ref) for ref in self._made.keys() - held))
+            kept = self._names(self._making.values()).union(self._kept, *self._made.values())
             if self._reserved:
                 wanted = needed | self._making.keys() | held
                 self._reserved = {one: size for one, size in self._reserved.items() if one in wanted}

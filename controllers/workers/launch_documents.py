@@ -114,10 +114,15 @@ def emulated_engine(place: EnginePlace, host: str) -> PlacedEngine:
 
 
 def emulated_host(
-    spec: JobSpec, config: NodeConfig, job_uid: str, name: str, engines: tuple[PlacedEngine, ...]
+    spec: JobSpec,
+    config: NodeConfig,
+    job_uid: str,
+    name: str,
+    engines: tuple[PlacedEngine, ...],
+    blobs: tuple[str, str] = ("", ""),
 ) -> HostLaunch:
     """The settings of the single process that hosts a node's emulated engines, of the policy and of judges. `name`: of
-    the process."""
+    the process. `blobs`: base URL of the node's blob store, and the job's key for it; empty for a job without pictures."""
     asked = {engine.judge for engine in engines}
     judges = tuple(
         ServedJudge(
@@ -145,6 +150,8 @@ def emulated_host(
         slots=config.slots,
         widest=sizes_of(spec).widest,
         weight_version=str(FIRST_WEIGHTS),
+        blob_store=blobs[0],
+        blob_key=blobs[1],
         lease_ttl_s=config.lease_ttl_s,
         orphan_grace_s=config.orphan_grace_s,
     )

@@ -208,7 +208,10 @@ class WorkerLauncher:
             for key, one in engines
         }
         now = self._clock.monotonic()
-        launch = emulated_host(view.spec, self._config, view.mirror.keys.uid, name, tuple(placed.values()))
+        uid, blobs = view.mirror.keys.uid, ("", "")
+        if self._blobs is not None and uses_pictures(view.spec):
+            blobs = self._blobs.address, self._blobs.key_of(uid)
+        launch = emulated_host(view.spec, self._config, uid, name, tuple(placed.values()), blobs)
         why, process = "", None
         said = Path(self._config.home) / "logs" / f"{name}.log"
         try:

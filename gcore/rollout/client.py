@@ -18,7 +18,7 @@ import math
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, get_args
 
 import httpx
 
@@ -29,7 +29,9 @@ from gcore.rollout.api import ProgressCallback as ProgressCallback
 from gcore.rollout.api import RequestPictures as RequestPictures
 from gcore.rollout.api import SamplingParams as SamplingParams
 from gcore.rollout.transport import STREAMED, EngineTransport, split_lines
-from gcore.types import FinishReason, Sample, Version, VersionSpan
+from gcore.types import FinishReason, Medium, MediumKind, Sample, TokenOutput, Version, VersionSpan
+
+SHA256_BYTES = 32
 
 
 def sampling_body(params: SamplingParams, seed: int) -> dict[str, Any]:
@@ -68,7 +70,17 @@ def parse_sample(answer: Mapping[str, Any]) -> Sample:
     reason: FinishReason = "abort" if ending is None else ending["type"]
     if reason not in ("stop", "length", "abort"):
         raise ValueError(f"its finish reason is {reason!r}, not stop, length or abort")
-    return Sample(tokens, logprobs, str(answer["text"]), reason, _spans(meta, count))
+    media = tuple(_medium(one) for one in meta.get("media", ()))
+    output = TokenOutput(tokens, logprobs, str(answer["text"]), _spans(meta, count), media=media)
+    return Sample(output=output, finish_reason=reason)
+
+
+def _medium(named: Mapping[str, Any]) -> Medium:
+    """Parse the name of a blob that an engine has put into the store of its node."""
+    kind, sha256, size = named["kind"], str(named["sha256"]), int(named["size"])
+    if kind not in get_args(MediumKind) or len(bytes.fromhex(sha256)) != SHA256_BYTES or size < 1:
+        raise ValueError(f"its medium has kind {kind!r}, SHA-256 {sha256!r} and {size} bytes")
+    return Medium(kind, sha256, size, tuple(map(int, named["shape"])), str(named["dtype"]))
 
 
 def parse_score(answer: Mapping[str, Any]) -> float | None:

@@ -33,6 +33,7 @@ from gcore.engines.emulated.responses import (
     Vocabulary,
     find_emulated_verdict,
     make_response,
+    random_blob,
 )
 from gcore.engines.request import (
     ABORTED,
@@ -44,11 +45,13 @@ from gcore.engines.request import (
 )
 from gcore.engines.serving.engine import ServedEngine
 from gcore.engines.serving.io_struct import GenerateCall, LogprobRequest, SamplingBody, word_sample
-from gcore.errors import DataError, EngineError
+from gcore.errors import DataError, EngineError, GcoreError
+from gcore.media.client import BlobClient
 from gcore.media.pictures import inspect_picture
 from gcore.media.placeholders import PictureRule, Size, SmartResizeRule
 from gcore.rollout.engine_time import EngineTimeSums
 from gcore.system.clock import Clock
+from gcore.system.concurrency import gather_or_cancel
 from gcore.types import Version
 
 KIND = "gcore emulated engine: it computes nothing, for tests and benchmarks only"
@@ -174,6 +177,30 @@ def _picture_rule(folder: Path) -> PictureRule | None:
     return rule
 
 
+class ResponseBlobs:
+    """Stores a blob of random bytes with each response, as an engine does whose samples have arrays. `size`: in bytes.
+    `client`: of the store on the engine's node. Belongs to one event loop.
+    """
+
+    def __init__(self, size: int, client: BlobClient) -> None:
+        self._size = size
+        self._client = client
+        self._turns = asyncio.Semaphore(BLOBS_AT_ONCE)
+
+    async def store_for(self, task: GenerationRequest) -> dict[str, Any]:
+        """Store the blob of a response. Return its medium as the response names it. Raises EngineError."""
+        async with self._turns:
+            data = await asyncio.to_thread(random_blob, self._size, task.prompt, task.sampling.seed)
+            try:
+                blob = await self._client.put_bytes(data)
+            except GcoreError as error:
+                raise EngineError(f"the blob of a response cannot be stored: {error}", fix=error.fix) from error
+        return {"kind": "trajectory", "sha256": blob.sha256, "size": blob.size, "shape": [self._size], "dtype": "uint8"}
+
+
+BLOBS_AT_ONCE = 2
+"""Number of responses of an engine whose blobs are generated and stored at once, because they are in memory."""
+
 Deliver = Callable[[list[RequestOutput]], None]
 
 
@@ -267,8 +294,8 @@ class EmulatedEngine(ServedEngine[Path]):
     """One emulated engine, with the interface that the HTTP routes use (`ServedEngine`).
 
     `rows`: maximum number of running sequences. `slot`: the simulation of the slot on which it is resident; None: it
-    has a slot of its own. `spans`: names of its slots in that simulation. Belongs to the event loop of its first
-    request. New weights are only a folder's path; nothing is loaded.
+    has a slot of its own. `spans`: names of its slots in that simulation. `blobs`: stores the blobs of responses; None:
+    they have none. Belongs to the event loop of its first request. New weights are only a folder's path; nothing is loaded.
     """
 
     kind = "an emulated engine"
@@ -285,6 +312,7 @@ class EmulatedEngine(ServedEngine[Path]):
         version: str,
         slot: LiveSlot | None = None,
         spans: tuple[str, ...] = ("",),
+        blobs: ResponseBlobs | None = None,
     ) -> None:
         description = {
             "model_path": model.path,
@@ -304,6 +332,7 @@ class EmulatedEngine(ServedEngine[Path]):
         self._voice = ResponseModel(timing.law, model.words, model.longest, model.verdict)
         self._slot = slot or LiveSlot(clock, timing.law.speedup)
         self._slot.add(self.device, self._deliver, spans)
+        self._blobs = blobs
         self._tickets: dict[int, PendingAnswer] = {}
         self._next = 0
         self._moving = asyncio.Lock()
@@ -333,7 +362,9 @@ class EmulatedEngine(ServedEngine[Path]):
         """Start the samples, wait for all, and return the responses in order. A cancellation aborts those that run."""
         async with self._under_way(tickets):
             ended = await asyncio.gather(*(ticket.ended for ticket in tickets))
-        return [self._word(ticket, delivery) for ticket, delivery in zip(tickets, ended, strict=True)]
+            return await gather_or_cancel(
+                self._whole(ticket, delivery) for ticket, delivery in zip(tickets, ended, strict=True)
+            )
 
     def advance(self) -> None:
         """Advance the simulation to the present, and deliver the outputs that have ended."""
@@ -351,7 +382,7 @@ class EmulatedEngine(ServedEngine[Path]):
                     waiting, timeout=self._grown_in(tickets), return_when=asyncio.FIRST_COMPLETED
                 )
                 for place, future in sorted((waiting.pop(future), future) for future in done):
-                    yield {**self._word(tickets[place], future.result()), "index": place}
+                    yield {**await self._whole(tickets[place], future.result()), "index": place}
                 self.advance()
                 for place in waiting.values():
                     ticket = tickets[place]
@@ -527,6 +558,13 @@ class EmulatedEngine(ServedEngine[Path]):
             ticket = self._tickets.pop(delivery.number, None)
             if ticket is not None and not ticket.ended.done():
                 ticket.ended.set_result(delivery)
+
+    async def _whole(self, ticket: PendingAnswer, delivery: RequestOutput) -> dict[str, Any]:
+        """Return a response that has ended, with its blob in the node's store. Raises EngineError."""
+        answer = self._word(ticket, delivery)
+        if self._blobs is not None and delivery.ending is not None and delivery.ending.kind != "abort":
+            answer["meta_info"]["media"] = [await self._blobs.store_for(ticket.task)]
+        return answer
 
     def _word(self, ticket: PendingAnswer, delivery: RequestOutput) -> dict[str, Any]:
         latency = self.clock.monotonic() - ticket.since

@@ -25,13 +25,14 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 
-from gcore.api.tls import ReloadingFiles, serving_context
-from gcore.engines.emulated.engine import EmulatedEngine, EmulatedModels, LiveSlot
+from gcore.api.tls import Connector, ReloadingFiles, serving_context
+from gcore.engines.emulated.engine import EmulatedEngine, EmulatedModels, LiveSlot, ResponseBlobs
 from gcore.engines.emulated.launch import SAID, HostLaunch, LaunchQueue, PlacedEngine
 from gcore.engines.emulated.law import ReplicaTiming, TimingModel, read_timing_model
 from gcore.engines.emulated.routes import EngineListeners, KeysByPort, new_app
 from gcore.errors import GcoreError, LeaseLost, StoreUnavailable, UsageError
 from gcore.ledger.records.chain import Head
+from gcore.media.client import BlobClient, open_blob_http
 from gcore.schema import UnreadableRecord
 from gcore.store import keys
 from gcore.store.reference import connect_store
@@ -316,7 +317,15 @@ class EngineHost:
         slot = self._slots[launch.block(placed.slot)]
         version, spans = launch.weight_version, placed.slots
         engine = EmulatedEngine(
-            placed.instance, model, timing, self._clock, rows=rows, version=version, slot=slot, spans=spans
+            placed.instance,
+            model,
+            timing,
+            self._clock,
+            rows=rows,
+            version=version,
+            slot=slot,
+            spans=spans,
+            blobs=self._response_blobs(placed, launch),
         )
         port = await self._doors.open()
         self._engines[port] = engine
@@ -329,6 +338,14 @@ class EngineHost:
             del self._engines[port], self._keys[port]
             self._doors.shut(port)
             engine.remove()
+
+    def _response_blobs(self, placed: PlacedEngine, launch: HostLaunch) -> ResponseBlobs | None:
+        """What stores the blobs of an engine's responses; None if they have none."""
+        size = self._law.response_blob_bytes
+        if not size or not launch.blob_store or placed.judge:
+            return None
+        http = open_blob_http(Connector(None if launch.tls is None else launch.tls.material))
+        return ResponseBlobs(size, BlobClient(launch.blob_store, launch.job_uid, launch.blob_key, http, self._clock))
 
     async def _follow_head(self) -> None:
         """Watch the job's head and tell judge engines its step, which the version of their weights does not contain."""

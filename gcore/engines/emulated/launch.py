@@ -91,6 +91,10 @@ class HostLaunch(Record):
     widest: PositiveInt = 1
     """Maximum number of slots that an engine of the job uses. Adjacent slots are simulated in blocks of this size."""
     weight_version: str
+    blob_store: str = ""
+    """Base URL of the node's blob store; empty: the job has no pictures."""
+    blob_key: str = Field("", repr=False)
+    """Key of the job for that store."""
     lease_ttl_s: PositiveInt = 10
     orphan_grace_s: NonNegativeFloat = 60.0
     store_grace_s: PositiveFloat = 1800.0

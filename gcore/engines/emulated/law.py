@@ -88,6 +88,10 @@ class TimingModel(RecordPart):
     response_jump_at: NonNegativeInt | None = None
     """From the weights of this step on, the median length is `response_jump` times as large."""
     response_jump: PositiveFloat = 1.0
+    response_blob_bytes: NonNegativeInt = 0
+    """Random bytes that come with each response of the policy, as a blob in the store of its node; 0: none. Only in jobs
+    with pictures, whose nodes have a store.
+    """
     judge_decode_s: PositiveFloat = 0.02
     """Like `decode_s`, but for judge engines; so are the fields below. Prefill, sleep and wake are as for the policy.
     """

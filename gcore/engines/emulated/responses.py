@@ -144,6 +144,11 @@ def make_response(
     return EmulatedResponse(tuple(tokens), logprobs, ending)
 
 
+def random_blob(size: int, prompt: Sequence[int], seed: int | None) -> bytes:
+    """Generate the bytes of a response's blob; the same for the same request."""
+    return named_generator("blob", seed, prompt_key(prompt).hex()).bytes(size)
+
+
 def _made_before(voice: ResponseModel, prompt: Sequence[int], most: int) -> int:
     """Return how many tokens at the end of the prompt are the beginning of a response that another engine generated."""
     made = (voice.longest or 0) - most

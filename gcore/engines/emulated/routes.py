@@ -90,6 +90,8 @@ async def _events(engine: EmulatedEngine, body: GenerateCall) -> AsyncIterator[b
                 if not body.is_list:
                     del part["index"]
                 yield encode_event(part)
+        except EngineError as error:
+            yield encode_event(error_event(error))
         finally:
             await stream.aclose()  # type: ignore[attr-defined]  # it is a generator
     yield STREAM_END

@@ -106,7 +106,7 @@ def test_a_message_above_the_limit_and_memory_that_ran_out_fail_the_benchmark() 
 
 
 def test_prompts_of_text_have_as_many_tokens_as_those_with_pictures(tmp_path: Path) -> None:
-    payload = Payload(groups=1, samples=2, group_mb=1, sample_mb=1, side=576)
+    payload = Payload(groups=1, samples=2, group_mb=3, sample_mb=1, side=576)
     model = make_model(tmp_path / "model")
     write_data(tmp_path / "data", payload, model, steps=1)
     seen, text = (json.loads((tmp_path / "data" / f"{name}.jsonl").read_text()) for name in ("pictures", "text"))
