@@ -51,6 +51,8 @@ SIZES_FOLDER = "GCORE_BENCHMARK_SIZES"
 SAMPLE_S = 0.05
 SCAN_S = 0.5
 """Seconds between two searches for new processes, and between two readings of the stores' counters."""
+FIRST_STEP = "runs/*/weights/*-1"
+"""The weights of the first step, in the daemons' home. They are written after the batch of the step has arrived."""
 PATCH = 32
 """Side of a patch in pixels; four patches are one token, so that megabytes are few tokens."""
 LAW = {
@@ -326,11 +328,14 @@ def _kill(pid: int) -> None:
 
 
 class StoreCounters(threading.Thread):
-    """Reads the counters of a local cluster's blob stores until `stop` is called. `latest`: by node."""
+    """Reads the counters of a local cluster's blob stores until `stop` is called. `latest`: by node. `first`: those at the
+    end of the first step; empty before.
+    """
 
     def __init__(self, home: Path) -> None:
         super().__init__(daemon=True)
         self.latest: dict[str, dict[str, int]] = {}
+        self.first: dict[str, dict[str, int]] = {}
         self._home = home
         self._ended = threading.Event()
 
@@ -346,6 +351,8 @@ class StoreCounters(threading.Thread):
                 before = self.latest.setdefault(file.stem, {})
                 for name in ("bytes_served", "bytes_fetched", "bytes_stored", "fetches"):
                     before[name] = max(before.get(name, 0), counters[name])
+            if not self.first and any(self._home.glob(FIRST_STEP)):
+                self.first = {node: dict(counters) for node, counters in self.latest.items()}
 
     def stop(self) -> dict[str, dict[str, int]]:
         """End, and return the latest counters."""
@@ -442,7 +449,7 @@ def measure_gcore(spec: Mapping[str, Any], controllers: int, limit_s: float, sam
         counters.start()
         with MemorySampler(mark) as sampler:
             code, log = _run([*GCORE, "run", *words], folder, environment, limit_s)
-        served, seconds = counters.stop(), monotonic() - began
+        stores, seconds = counters.stop(), monotonic() - began
         if sampler.exhausted is None and code:
             raise SystemExit(f"gcore run: ended with {code}\n{log}")
         summaries = [json.loads(file.read_text()) for file in home.glob("runs/*/summary.json")]
@@ -461,9 +468,11 @@ def measure_gcore(spec: Mapping[str, Any], controllers: int, limit_s: float, sam
             node: {
                 "made": round((one["bytes_stored"] - one["bytes_fetched"]) / MB, 1),
                 "served": round(one["bytes_served"] / MB, 1),
+                "served_later": round((one["bytes_served"] - counters.first[node]["bytes_served"]) / MB, 1),
                 "fetched": round(one["bytes_fetched"] / MB, 1),
             }
-            for node, one in sorted(served.items())
+            for node, one in sorted(stores.items())
+            if node in counters.first
         },
         "messages_bytes": dict(sorted(messages.items(), key=lambda item: -item[1])[:8]),
     }

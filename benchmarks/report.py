@@ -101,6 +101,7 @@ def media_cases(result: Result) -> Rows:
         stores = case.get("stores_mb", {}).values()
         made = [store["made"] for store in stores if "made" in store]
         served = [store["served"] for store in stores]
+        later = [store["served_later"] for store in stores if "served_later" in store]
         messages = case.get("messages_bytes", {})
         yield {
             **case,
@@ -109,6 +110,7 @@ def media_cases(result: Result) -> Rows:
             "other": f"{largest} {others[largest]:,.0f}",
             "made": f"{max(made):,.0f}" if made else "",
             "served": f"{max(served):,.0f}" if served else "",
+            "later": f"{max(later):,.0f}" if later else "",
             "message": f"{max(messages.values()) / 1024:,.0f}" if messages else "",
             "end": f"killed at {out['mb']:,} MB after {out['after_s']:.0f} s" if out else "complete",
             "day": case["date"][:10],

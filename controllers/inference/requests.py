@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -182,6 +182,8 @@ class Requests:
         self._metrics = metrics
         self._told_every = told_every
         self.pool = pool
+        self.rows: int | None = None
+        """Concurrent responses per engine; None: not known."""
         self._usual = 1.0
         """Assumed work of a response whose length is not predicted: that of a response of the last request."""
         self._requests = itertools.count()
@@ -279,7 +281,8 @@ class Requests:
         self._usual = owing.each
         seat = Affinity() if seat is None else seat
         wanted = follow.wanted if follow is not None else lambda: version
-        instance, connection = await self._seat(wanted, len(seeds), owing.tokens, seat.instance)
+        near = _nodes_with_pictures(params)
+        instance, connection = await self._seat(wanted, len(seeds), owing.tokens, seat.instance, near)
         seat.instance = instance
         if follow is not None:
             assert connection.view.version is not None
@@ -409,10 +412,16 @@ class Requests:
         return brought
 
     async def _seat(
-        self, wanted: Callable[[], Version], size: int, owed: float, last: str | None
+        self,
+        wanted: Callable[[], Version],
+        size: int,
+        owed: float,
+        last: str | None,
+        near: Callable[[], Collection[str]] | None = None,
     ) -> tuple[str, EngineConnection]:
         """Wait for an engine with the `wanted` weights, and count a request of `size` responses with `owed` work there;
-        the caller removes it. `last`: the engine that is preferred. While the chosen engine is still loading the
+        the caller removes it. `last`: the engine that is preferred. `near`: returns the nodes whose blob stores have the
+        request's pictures; None: it has none. While the chosen engine is still loading the
         weights, the request may move to another one."""
         held: tuple[str, EngineConnection] | None = None
         self._unseated += size
@@ -425,7 +434,9 @@ class Requests:
                 elif held is not None and held[1].shut is not None:
                     held[1].take(-size, -owed)
                     held = None
-                instance = choose_engine(self._loads(version), owed, held[0] if held is not None else None, last)
+                nodes = None if near is None else near()
+                loads = self._loads(version, size, nodes)
+                instance = choose_engine(loads, owed, held[0] if held is not None else None, last)
                 if instance is not None and (held is None or instance != held[0]):
                     if held is not None:
                         held[1].take(-size, -owed)
@@ -466,10 +477,17 @@ class Requests:
                 request.taken_back = now
                 self._abandon(serving[name], rid, request.count)
 
-    def _loads(self, version: Version) -> list[RouteCandidate]:
-        """The engines that serve the weights `version` or are loading them, as candidates for a request."""
+    def _loads(self, version: Version, size: int, near: Collection[str] | None) -> list[RouteCandidate]:
+        """The engines that serve the weights `version` or are loading them, as candidates for a request of `size`
+        responses. `near`: the nodes whose blob stores have its pictures; None: it has none."""
         return [
-            RouteCandidate(instance, connection.owed, connection.view.version == version)
+            RouteCandidate(
+                instance,
+                connection.owed,
+                connection.view.version == version,
+                near is None or connection.node in near,
+                self.rows is not None and connection.busy + size <= self.rows,
+            )
             for instance, connection in self._connections.items()
             if version in (connection.view.version, connection.coming) and connection.shut is None
         ]
@@ -528,6 +546,17 @@ async def _bring_pictures(pictures: Sequence[RequestPictures | None], node: str)
     there = await gather_or_cancel([one.at_node(node) for one in first.values()])
     folders = {one.media: one.folder for one in there}
     return [None if one is None else replace(one, folder=folders[one.media]) for one in pictures]
+
+
+def _nodes_with_pictures(
+    params: SamplingParams | Sequence[SamplingParams],
+) -> Callable[[], Collection[str]] | None:
+    """Return what returns the nodes whose blob stores have all pictures of a request; None if it has none."""
+    each = [params] if isinstance(params, SamplingParams) else params
+    pictures = [one.pictures for one in each if one.pictures is not None]
+    if not pictures:
+        return None
+    return lambda: frozenset.intersection(*(frozenset(one.nodes()) for one in pictures))
 
 
 def _queue(instance: str, connection: EngineConnection) -> EngineQueue:

@@ -15,6 +15,10 @@ Routing: a request goes to the engine with the least outstanding work, among tho
 loading them. If only serving engines were candidates, the first one to be ready in a step would get all requests. A
 request that waits for an engine to load its weights moves to a serving engine as soon as that is no busier.
 
+A request with pictures goes to the least busy engine on nodes whose blob stores have them, if that has room for it: first
+the node of the controller, later also the nodes of engines that got other requests of the prompt. If none has room, all
+engines are candidates. So a picture is copied to another node only if a request would wait otherwise.
+
 Rebalancing: an engine that wakes, starts or is lent later gets the newest requests of other engines, with their tokens,
 which it prefills again. A request is moved if it waits in a queue, or if its engine is so much busier that each token
 arrives sooner on the other. It never moves to an engine that would then be as busy.
@@ -272,6 +276,10 @@ class RouteCandidate:
     owed: float
     serving: bool
     """Whether it serves the wanted weights; if not, it is loading them."""
+    near: bool = True
+    """Whether the blob store of its node has the request's pictures; true for a request without pictures."""
+    room: bool = False
+    """Whether it has room for the request beside its other ones."""
 
 
 def choose_engine(
@@ -290,8 +298,16 @@ def choose_engine(
         if own.serving:
             return own.instance
         others = [load for load in loads if load.serving and load.owed + size <= own.owed]
-        return min(others, key=_busy).instance if others else own.instance
-    return min(loads, key=_busy).instance if loads else None
+        return min(_preferred(others), key=_busy).instance if others else own.instance
+    return min(_preferred(loads), key=_busy).instance if loads else None
+
+
+def _preferred(loads: Sequence[RouteCandidate]) -> Sequence[RouteCandidate]:
+    """The engines among which the least busy one gets a request: those near its pictures that have room for it, if others
+    are not near; all engines if there are none of these."""
+    if all(load.near for load in loads):
+        return loads
+    return [load for load in loads if load.near and load.room] or loads
 
 
 def _busy(load: RouteCandidate) -> tuple[float, bool, str]:

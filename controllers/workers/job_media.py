@@ -82,6 +82,8 @@ class JobMedia:
         """By SHA-256: how often the blobs of responses are in use (`stored`)."""
         self._made: dict[PromptRef, set[str]] = {}
         """SHA-256 of the blobs that engines have made for responses to prompts that are trained."""
+        self._elsewhere: dict[str, set[str]] = {}
+        """By SHA-256: the other nodes whose stores have fetched the blob for a request of this controller."""
         self._used: Counter[Pictures] = Counter()
         """How often pictures are in use beside that."""
         self._reserved: dict[Pictures | PromptRef, int] = {}
@@ -266,10 +268,17 @@ class JobMedia:
     ) -> RequestPictures:
         """Return pictures as a request to an engine names them. `media`: their blobs. `short`, `token_ids`: as in
         `RequestPictures`."""
-        return RequestPictures(media, short, token_ids, partial(self._provide, pictures, media))
+        provide, nodes = partial(self._provide, pictures, media), partial(self._nodes_with, media)
+        return RequestPictures(media, short, token_ids, provide, nodes)
+
+    def _nodes_with(self, media: tuple[Medium, ...]) -> frozenset[str]:
+        """The nodes whose stores have all these blobs, as far as this controller knows; this node is one of them."""
+        others = [self._elsewhere.get(one.sha256, set()) for one in media]
+        return frozenset({self._blobs.node}).union(set.intersection(*others) if others else ())
 
     async def _provide(self, pictures: Pictures, media: tuple[Medium, ...], node: str) -> str:
-        """Let the store of an engine's node fetch blobs from the store of this node, and return their folder there.
+        """Let the store of an engine's node fetch blobs, from the store of this node or of another that has fetched them, and
+        return their folder there.
 
         Raises EngineUnreachable if that store does not answer, and PicturesUnavailable if it could not get a blob.
         """
@@ -290,8 +299,12 @@ class JobMedia:
             except GcoreError as error:
                 raise EngineError(f"the blob store of the engine's node {node}: {error}", fix=AGAIN) from error
             await self._clock.sleep(retry_delay(tries))
+        for sha256 in found.present:
+            self._elsewhere.setdefault(sha256, set()).add(node)
         if found.unavailable:
             self._making.pop(pictures, None)  # so that this node's store makes them again
+            for sha256 in found.unavailable:
+                self._elsewhere.pop(sha256, None)
         for blob in (*found.unavailable, *found.failed):
             why = found.failed.get(blob) or f"{self._blobs.node} does not have it"
             raise PicturesUnavailable(f"{node} could not fetch picture {blob} ({why})", fix=AGAIN)
@@ -300,7 +313,8 @@ class JobMedia:
     async def _fetch(self, media: tuple[Medium, ...], node: str) -> BlobFetch:
         client = await self._blobs.client_of(self._uid, node)
         await client.pin(self._me, [one.sha256 for one in media], PIN_S)
-        return await client.fetch([Blob(one.sha256, one.size) for one in media], [self._blobs.node])
+        nodes = sorted(self._nodes_with(media) - {node})
+        return await client.fetch([Blob(one.sha256, one.size) for one in media], nodes)
 
     async def _make(self, pictures: Pictures) -> tuple[Medium, ...]:
         client = await self._blobs.client(self._uid)
@@ -366,6 +380,7 @@ class JobMedia:
             dropped = self._names(self._making.pop(pictures) for pictures in gone)
             dropped |= set[str]().union(*(self._made.pop(ref) for ref in self._made.keys() - held))
             kept = self._names(self._making.values()).union(self._kept, *self._made.values())
+            self._elsewhere = {sha256: nodes for sha256, nodes in self._elsewhere.items() if sha256 in kept}
             if self._reserved:
                 wanted = needed | self._making.keys() | held
                 self._reserved = {one: size for one, size in self._reserved.items() if one in wanted}

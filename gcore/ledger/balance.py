@@ -19,7 +19,7 @@ counts once for each rank that has a sample of the group. So samples of one grou
 to encode its pictures on a further rank. Samples of groups with other blobs (arrays of samples) stay together likewise.
 
 Samples of groups with blobs go to a rank on the node of the group's holder (`seal.near`), whose store has the blobs, if
-that does not make the step slower: first whole shares change places, then the samples of a group on one rank move to a
+that does not make the step slower. First whole shares change places. Then the samples of a group on one rank move to a
 near rank, or change places with those of another group there. The highest load rises by at most 1/`NEAR_SLACK`.
 
 The cost of a sample is a polynomial of its length: linear for the matrix products, quadratic for attention. The length

@@ -278,9 +278,9 @@ def seal(
 ) -> Transaction:
     """Seal the next step (fix which groups form it), or one more part of it.
 
-    `plan`: its number of ranks becomes the world size. `by`: incarnation of the writer. `attention_equals_at`: see
-    `gcore.ledger.records.cluster`. `sequence_parallel`: ranks that compute each sample together. `checkpoint`: whether the ranks write a checkpoint in this step. `near`: for each holder, the sequence groups on its node. Compares head and
-    the seals of all steps that may be open. Raises ValueError if the step is sealed already and not OPEN.
+    `plan`: its number of ranks becomes the world size. `by`: incarnation of the writer. The others are as in
+    `gcore.ledger.chain.seal_slot`. Compares head and the seals of all steps that may be open. Raises ValueError if the
+    step is sealed already and not OPEN.
     """
     head = open_slots.head.record
     slot = open_slots.slots.get(head.step + 1)

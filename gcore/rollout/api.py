@@ -9,7 +9,7 @@ its own message.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
@@ -36,6 +36,8 @@ class RequestPictures:
     provide: Callable[[str], Awaitable[str]] = field(repr=False, compare=False)
     """Called with the name of the engine's node: lets its blob store fetch the blobs, and returns their folder there.
     Raises EngineError."""
+    nodes: Callable[[], Collection[str]] = field(default=frozenset, repr=False, compare=False)
+    """Returns the nodes whose blob stores have the blobs."""
     folder: str = ""
     """The folder of the blobs on the engine's node; empty before `at_node`."""
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from blob_stores import StoreProcess, key_of
 from emulated_hosts import EOS, hosting, make_vocabulary
 
 from controllers.changes import ChangeSignal
@@ -69,6 +72,37 @@ async def test_samples_are_functions_of_their_seeds_on_whichever_engine(model: P
             assert sample.text == "".join(str(t - 2) for t in sample.token_ids if t != EOS)
             assert all(value <= 0 for value in sample.logprobs)
             assert [(s.version, s.start, s.end) for s in sample.spans] == [(Version(0, 0), 0, len(sample.token_ids))]
+
+
+async def test_responses_come_with_blobs_of_random_bytes_in_the_store_of_the_node(model: Path, tmp_path: Path) -> None:
+    store = StoreProcess("node-0", tmp_path / "blobs")
+    access = {"blob_store": store.address, "blob_key": key_of("job")}
+    law, params = FAST.model_copy(update={"response_blob_bytes": 5000}), replace(PARAMS, max_new_tokens=64)
+    found = []
+    try:
+        async with hosting(model, law, **access) as scene:
+            for growing in (None, ProgressCallback(1, lambda place, sample: None)):
+                samples = await scene.clients[0].generate_each(
+                    [(3, 4), (3, 4)], params, seeds=(1, 2), rid=str(growing is None), growing=growing
+                )
+                found.append([medium for sample in samples for medium in sample.media])
+        async with hosting(model, FAST, **access) as scene:
+            (plain,) = await scene.clients[0].generate((3, 4), PARAMS, seeds=(1,), rid="a")
+            assert plain.media == ()
+        first, second = found[0]
+        assert found[1] == found[0], "the same request has the same blob"
+        assert (first.kind, first.size, first.shape, first.dtype) == ("trajectory", 5000, (5000,), "uint8")
+        assert first.sha256 != second.sha256
+        data = store.path(first.sha256).read_bytes()
+        assert hashlib.sha256(data).hexdigest() == first.sha256
+        assert len(set(data)) == 256
+        store.kill()
+        async with hosting(model, law, **access) as scene:
+            for growing in (None, ProgressCallback(1, lambda place, sample: None)):
+                with pytest.raises(EngineError, match="the blob of a response cannot be stored"):
+                    await scene.clients[0].generate_each([(3, 4)], PARAMS, seeds=(1,), rid="b", growing=growing)
+    finally:
+        store.kill()
 
 
 SHORT = (VISION_START, IMAGE, VISION_END, 7)

@@ -11,7 +11,7 @@ import pytest
 
 from gcore.errors import EngineError, EngineUnreachable
 from gcore.rollout.client import BIG_ANSWER_BYTES, EngineClient, ProgressCallback, SamplingParams
-from gcore.types import Sample, Version, VersionSpan
+from gcore.types import Medium, Sample, Version, VersionSpan
 
 PARAMS = SamplingParams(temperature=0.7, max_new_tokens=9, top_k=3, stop=("x",))
 
@@ -100,6 +100,17 @@ async def test_spans_are_taken_as_the_engine_tells_them() -> None:
     assert one.oldest == Version(0, 2)
 
 
+MEDIUM = {"kind": "trajectory", "sha256": "ab" * 32, "size": 6, "shape": [3], "dtype": "uint16"}
+
+
+async def test_a_response_names_the_blobs_that_the_engine_has_stored() -> None:
+    client = engine(lambda _: httpx.Response(200, json=[sample(media=[MEDIUM]), sample()]))
+    one, other = await client.generate((1,), PARAMS, seeds=(1, 2), rid="r")
+    assert one.media == (Medium("trajectory", "ab" * 32, 6, (3,), "uint16"),)
+    assert other.media == ()
+    assert one.digest() != other.digest()
+
+
 async def test_no_seed_is_no_request() -> None:
     def never(_: httpx.Request) -> httpx.Response:
         raise AssertionError("nothing was to be asked")
@@ -122,6 +133,9 @@ async def test_a_big_answer_is_read_like_a_small_one() -> None:
         pytest.param(httpx.Response(200, json=[{"text": "a"}]), id="no meta information"),
         pytest.param(httpx.Response(200, json=[sample(finish_reason={"type": "tired"})]), id="an unknown reason"),
         pytest.param(httpx.Response(200, json=[sample(weight_version="default")]), id="an unknown version"),
+        pytest.param(httpx.Response(200, json=[sample(media=[MEDIUM | {"kind": "sound"}])]), id="an unknown medium"),
+        pytest.param(httpx.Response(200, json=[sample(media=[MEDIUM | {"sha256": "ab"}])]), id="half a SHA-256"),
+        pytest.param(httpx.Response(200, json=[sample(media=[MEDIUM | {"size": 0}])]), id="an empty blob"),
         pytest.param(httpx.Response(200, json=[sample(output_token_logprobs=[])]), id="no log-probabilities"),
         pytest.param(httpx.Response(200, content=with_logprob("null")), id="null as log-probability"),
         pytest.param(httpx.Response(200, content=with_logprob("NaN")), id="NaN as log-probability"),

@@ -558,3 +558,42 @@ async def test_a_request_names_its_pictures_where_the_store_of_the_engines_node_
     node = workers["e"].node
     assert asked == [node], "once for all samples of a prompt"
     assert [one.pictures.paths for one in made[0].asked[0]] == [[f"/blobs/{node}/cd/{medium.sha256}"]] * 2
+
+
+async def test_requests_with_pictures_stay_on_the_controllers_node_until_its_engine_is_full(tmp_path: Path) -> None:
+    class Busy(SeeingEngine):
+        async def generate_each(self, *args: Any, **named: Any) -> tuple[Sample, ...]:
+            made = await super().generate_each(*args, **named)
+            await finish.wait()
+            return made
+
+    made: dict[str, Busy] = {}
+
+    def connect(url: str, **_: Any) -> Any:
+        return made.setdefault(url.removeprefix("http://"), Busy())
+
+    async def provide(node: str) -> str:
+        return f"/blobs/{node}"
+
+    finish = asyncio.Event()
+    engines = EnginePool(ChangeSignal(), timeout_s=1.0, connect=connect, rows=4)
+    workers = {
+        name: worker.model_copy(update={"node": node})
+        for node, (name, worker) in zip(("here", "away"), engines_at(b="h:1", a="h:2").items(), strict=True)
+    }
+    await engines.aim(workers)
+    for name in workers:
+        await engines.publish(name, Version(0, 2), tmp_path)
+    medium = Medium("picture", "cd" * 32, 100, (32, 48, 3), "uint8")
+    seen = replace(PARAMS, pictures=RequestPictures((medium,), 1, (1,), provide, lambda: {"here"}))
+    asked = []
+    for params, counts in ((seen, [1, 0]), (seen, [2, 0]), (seen, [2, 1]), (seen, [2, 2]), (PARAMS, [3, 2])):
+        asked.append(asyncio.create_task(engines.generate(Version(0, 2), [(1,), (1,)], params, (0, 1), "r")))
+        await asyncio.sleep(0.01)
+        expected = counts if params is seen else None
+        found = [len(made[address].asked) for address in ("h:1", "h:2")]
+        assert expected is None or found == expected
+    assert sorted(found) == [2, 3], "a request without pictures goes to either"
+    finish.set()
+    await asyncio.gather(*asked)
+    await engines.close()

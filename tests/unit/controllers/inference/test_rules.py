@@ -95,6 +95,76 @@ def test_an_engine_that_never_comes_up_holds_nothing_back(requests: int, size: i
     assert waiting == 0
 
 
+candidates = st.lists(
+    st.builds(
+        RouteCandidate,
+        instance=st.sampled_from("abcdef"),
+        owed=st.integers(0, 64),
+        serving=st.booleans(),
+        near=st.booleans(),
+        room=st.booleans(),
+    ),
+    unique_by=lambda load: load.instance,
+)
+
+
+@given(candidates, sizes, st.none() | st.sampled_from("abcdef"))
+def test_a_request_goes_to_the_least_busy_engine_near_its_pictures_with_room_else_to_the_least_busy(
+    found: list[RouteCandidate], size: int, held: str | None
+) -> None:
+    name = choose_engine(found, size, held)
+    chosen = next((load for load in found if load.instance == name), None)
+    if chosen is None or any(load.instance == held for load in found):
+        return
+    near = [load for load in found if load.near and load.room and not all(load.near for load in found)]
+    assert chosen.owed == min(load.owed for load in near or found)
+    if near:
+        assert chosen.near
+        assert chosen.room, "otherwise it would wait"
+
+
+@given(candidates, sizes, st.none() | st.sampled_from("abcdef"))
+def test_pictures_never_keep_a_request_waiting_that_a_serving_engine_could_take(
+    found: list[RouteCandidate], size: int, held: str | None
+) -> None:
+    own = next((load for load in found if load.instance == held), None)
+    chosen = next((load for load in found if load.instance == choose_engine(found, size, held)), None)
+    if own is None or chosen is None or own.serving:
+        return
+    free = [load for load in found if load.serving and load.owed + size <= own.owed]
+    assert (chosen in free) if free else chosen == own
+
+
+@given(candidates, sizes, st.none() | st.sampled_from("abcdef"))
+def test_where_all_engines_are_alike_for_the_pictures_room_does_not_matter(
+    found: list[RouteCandidate], size: int, held: str | None
+) -> None:
+    """All requests of text jobs have `near` engines only."""
+    alike = [RouteCandidate(load.instance, load.owed, load.serving, near=True, room=load.room) for load in found]
+    text = [RouteCandidate(load.instance, load.owed, load.serving) for load in found]
+    assert choose_engine(alike, size, held) == choose_engine(text, size, held)
+
+
+@given(st.integers(1, 40), st.integers(2, 5), sizes, st.integers(1, 64))
+def test_requests_with_pictures_leave_the_local_engine_only_when_it_is_full(
+    requests: int, engines: int, size: int, rows: int
+) -> None:
+    samples = dict.fromkeys(range(engines), 0)
+    for _ in range(requests):
+        chosen = choose_engine(
+            [RouteCandidate(str(e), n, True, near=e == 0, room=n + size <= rows) for e, n in samples.items()], size
+        )
+        assert chosen is not None
+        if samples[0] + size <= rows:
+            assert chosen == "0"
+        else:
+            assert samples[int(chosen)] == min(samples.values())
+        samples[int(chosen)] += size
+    # No engine waits for another one: beyond the room of the local engine all are dealt evenly.
+    if samples[0] > rows:
+        assert max(samples.values()) - min(samples.values()) <= size
+
+
 PATIENCE = HealthLimits(silent_s=30.0, watchdog_s=120.0, request_s=100.0)
 
 

@@ -8,16 +8,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from builders import RecordingLedger, bare_job, node_record
+from builders import KEYS, ME, PEER, RecordingLedger, bare_job, node_record, offered_group, running_job
 
 from controllers.job.executor import apply_action
-from controllers.rules.actions import RetainCheckpoints, Rollback
+from controllers.rules.actions import MakeSeal, RetainCheckpoints, Rollback
 from controllers.rules.view import JobView
 from gcore.config import parse_spec
-from gcore.ledger.records.chain import Checkpoint, Checkpoints
+from gcore.ledger.records.chain import Checkpoint, Checkpoints, Seal
 from gcore.ledger.retention import orphaned_checkpoints
+from gcore.ledger.selection import SealStep, sealed_group
 from gcore.ledger.transactions import TxnKind, TxnOutcome, Versioned
-from gcore.types import Version
+from gcore.types import PromptRef, Version
 
 SPEC = parse_spec(
     {
@@ -103,3 +104,25 @@ def test_possibly_registered_checkpoints_are_not_orphaned() -> None:
 def test_one_of_a_step_that_is_trained_and_not_committed_yet_stays() -> None:
     head = view("node-0").head.model_copy(update={"step": 4})
     assert orphaned_checkpoints(head, (checkpoint(0), checkpoint(4)), [Version(0, 5), Version(0, 3)]) == {Version(0, 3)}
+
+
+async def sealed_by(seen: JobView, holders: tuple[str, ...], media_bytes: int) -> Seal:
+    """The seal of a step with a group of each holder."""
+    groups = tuple(
+        sealed_group(offered_group(PromptRef(0, 0, number)).model_copy(update={"media_bytes": media_bytes}), holder)
+        for number, holder in enumerate(holders)
+    )
+    ledger = RecordingLedger()
+    effects: Any = SimpleNamespace(replicator=None, ledger=ledger)
+    await apply_action(MakeSeal(1, SealStep(groups, ())), seen, effects)
+    return Seal.decode(ledger.written(TxnKind.SEAL, KEYS.seal(1)))
+
+
+async def test_a_seal_says_which_ranks_are_near_the_blobs_of_its_groups() -> None:
+    seen = running_job()
+    assert (await sealed_by(seen, (PEER, ME, "gone.1"), 9)).near == {ME: (0,), PEER: (1,)}
+    assert (await sealed_by(seen, (PEER,), 9)).near == {PEER: (1,)}
+    assert (await sealed_by(seen, (PEER, ME), 0)).near == {}, "a text job's seal is as before"
+    train = seen.spec.train.model_copy(update={"sequence_parallel": 2})
+    together = replace(seen, spec=seen.spec.model_copy(update={"train": train}))
+    assert (await sealed_by(together, (PEER, ME), 9)).near == {ME: (0,), PEER: (0,)}

@@ -38,7 +38,7 @@ from gcore.rollout.api import PicturesUnavailable
 from gcore.system.clock import Clock
 from gcore.system.concurrency import cancel_all
 from gcore.testing import FakeClock, MemoryCluster, MemoryStore, PerfectNetwork
-from gcore.types import Group, Medium, PictureRef, Prompt, PromptRef, Sample, Version, VersionSpan
+from gcore.types import Group, Medium, PictureRef, Prompt, PromptRef, Sample, TokenOutput, Version, VersionSpan
 
 PICTURE = PictureRef("/data/a.png", "ab" * 32, 32, 48, 32, 48)
 MEDIUM = Medium("picture", "cd" * 32, 100, (32, 48, 3), "uint8")
@@ -117,6 +117,9 @@ class Blobs:
 
     async def find_lost(self, job: str, media: Sequence[Medium]) -> str | None:
         return next((one.sha256 for one in media if one.sha256 in self.lost), None)
+
+    def nodes_with_stores(self) -> list[str]:
+        return ["away", "here"]
 
 
 def prompt(number: int = 0) -> Prompt:
@@ -735,3 +738,70 @@ def test_a_job_has_room_for_as_many_pictures_of_tools_as_its_responses_may_have(
     check_blob_room(spec, records[:1], [])
     with pytest.raises(SpecError, match=f"about {80 * each:,} bytes"):
         check_blob_room(spec, records[1:], [])
+
+
+MADE = Medium("trajectory", "ef" * 32, 1000, (1000,), "uint8")
+
+
+async def test_blobs_that_an_engine_made_for_responses_stay_pinned_while_their_prompt_is_held() -> None:
+    client, clock, held = StoreClient(), FakeClock(), {PromptRef(0, 0, 0), PromptRef(0, 0, 1)}
+    client.fetched = BlobFetch(frozenset({MADE.sha256}), frozenset(), {}, "/here/job")
+    media = media_of(client, held, clock)
+    await media.keep_made(PromptRef(0, 0, 0), [])
+    assert client.pinned == [], "a response without blobs costs no call"
+    for number in range(2):
+        await media.keep_made(PromptRef(0, 0, number), [MADE])
+    assert client.pinned == [[MADE.sha256]] * 2
+    assert client.asked[0] == ([Blob(MADE.sha256, 1000)], ["away", "here"]), (
+        "an engine elsewhere has it in its own store"
+    )
+    running = asyncio.create_task(media.run())
+    try:
+        held.remove(PromptRef(0, 0, 0))
+        await clock.advance(RENEW_S + 1)
+        assert (len(client.pinned), client.unpinned) == (3, [])
+        held.clear()
+        await clock.advance(RENEW_S + 1)
+        assert (len(client.pinned), client.unpinned) == (3, [[MADE.sha256]])
+    finally:
+        running.cancel()
+
+
+async def test_the_blobs_of_a_dropped_group_lose_their_pins() -> None:
+    client = StoreClient()
+    client.fetched = BlobFetch(frozenset({MADE.sha256}), frozenset(), {}, "/here/job")
+    media = media_of(client, {PromptRef(0, 0, 0)}, FakeClock())
+    await media.keep_made(PromptRef(0, 0, 0), [MADE])
+    await media.release(PromptRef(0, 0, 0))
+    assert client.unpinned == [[MADE.sha256]]
+
+
+@pytest.mark.parametrize("error", [None, StoreUnreachable("no answer")])
+async def test_a_response_whose_blob_no_store_has_is_sampled_again(error: Exception | None) -> None:
+    client = StoreClient()
+    client.error, client.fetched = error, BlobFetch(frozenset(), frozenset({MADE.sha256}), {}, "/here/job")
+    with pytest.raises(EngineError, match="blob store"):
+        await media_of(client, set(), FakeClock()).keep_made(PromptRef(0, 0, 0), [MADE])
+
+
+async def test_a_node_that_has_fetched_pictures_counts_as_near_and_is_a_source_for_others() -> None:
+    client, away = StoreClient(), StoreClient()
+    asked = await media_of(client, set(), FakeClock(), away).in_request(prompt(), trained=True)
+    assert asked.nodes() == {"here"}
+    await asked.at_node("away")
+    assert asked.nodes() == {"here", "away"}
+    await asked.at_node("third")
+    assert away.asked[1] == ([Blob(MEDIUM.sha256, MEDIUM.size)], ["away", "here"])
+    away.fetched = replace(away.fetched, present=frozenset(), unavailable=frozenset({MEDIUM.sha256}))
+    with pytest.raises(EngineError):
+        await asked.at_node("away")
+    assert asked.nodes() == {"here"}
+
+
+def test_an_offer_names_the_bytes_of_distinct_blobs() -> None:
+    buffer = GroupBuffer()
+    spans = (VersionSpan(Version(0, 0), 0, 1),)
+    samples = [Sample(output=TokenOutput((1,), (0.0,), "a", spans, media=(MADE,)), finish_reason="stop")] * 2
+    buffer.add_group(Group(PromptRef(0, 0, 0), (5,), tuple(samples), "data", media=(MEDIUM, MEDIUM)))
+    buffer.add_group(Group(PromptRef(0, 0, 1), (5,), (Sample((1,), (0.0,), "a", "stop", spans),), "data"))
+    assert [offer.media_bytes for offer in buffer.offers.values()] == [1100, 0]
