@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from types import MappingProxyType
 from typing import Generic, Protocol, TypeVar
 
 from gcore.data.order import StreamShape
@@ -274,13 +273,11 @@ def seal(
     *,
     sequence_parallel: int = 1,
     checkpoint: bool = False,
-    near: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
+    near: Mapping[str, tuple[int, ...]] | None = None,
 ) -> Transaction:
-    """Seal the next step (fix which groups form it), or one more part of it.
+    """Seal the next step (fix which groups form it), or one more part of it, for the ranks of `plan`. `by`: the writer.
 
-    `plan`: its number of ranks becomes the world size. `by`: incarnation of the writer. The others are as in
-    `gcore.ledger.chain.seal_slot`. Compares head and the seals of all steps that may be open. Raises ValueError if the
-    step is sealed already and not OPEN.
+    Other arguments: see `chain.seal_slot`. Compares head and all open seals. Raises ValueError if the step is not OPEN.
     """
     head = open_slots.head.record
     slot = open_slots.slots.get(head.step + 1)
@@ -296,7 +293,7 @@ def seal(
         sequence_parallel=sequence_parallel,
         attention_equals_at=attention_equals_at,
         checkpoint=checkpoint,
-        near=near,
+        near=near or {},
     )
     return Transaction(TxnKind.SEAL, open_slots.compares(keys), (Put(keys.seal(record.step), record.encode()),))
 
