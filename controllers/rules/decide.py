@@ -59,6 +59,7 @@ from controllers.rules.world import (
     report_copies,
     resize_world,
 )
+from gcore.config.spec import uses_pictures
 from gcore.ledger.records.chain import Assignment, SealState
 from gcore.ledger.records.job import JobPhase
 from gcore.types import PromptRef
@@ -175,11 +176,18 @@ def leave(view: JobView) -> Iterator[Intent]:
         yield Intent(LeaveJob(), "leave")
 
 
+MEMBERS_PATIENCE_S = 5.0
+"""Seconds without a new member after which the prompts of a job with pictures are assigned to those that have joined."""
+
+
 def assign_shards(view: JobView) -> Iterator[Intent]:
     """Assign every shard to a member whose node has engines in the plan; prompts of other members would never be
     sampled.
 
     A node that joined or returned after the plan was made has no engines. A leaving member gets no shards if there are others.
+
+    The first member of a job with pictures waits for those of the other nodes with engines. Otherwise it would sample most
+    prompts of the first step, and its blob store would send their blobs to the ranks of the other nodes.
     """
     mirror = view.mirror
     sources = (mirror.assign, mirror.plan, mirror.members)
@@ -187,7 +195,9 @@ def assign_shards(view: JobView) -> Iterator[Intent]:
     if wanted is not None:
         # The condition names the members, so a change of members restarts the delay.
         topic = f"assign {' '.join(wanted.members)}"
-        yield Intent(AssignShards(wanted), topic, view.turn(topic), after=0.1)
+        there = {stored.record.node for stored in mirror.members.values()}
+        waits = mirror.assign is None and uses_pictures(view.spec) and not there >= set(view.plan.rollout_nodes)
+        yield Intent(AssignShards(wanted), topic, view.turn(topic), after=MEMBERS_PATIENCE_S if waits else 0.1)
 
 
 def _assignment(view: JobView) -> Assignment | None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 
+import pytest
+from builders import ME, PEER, SPEC, running_job, with_mirror
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controllers.rules.decide import shard_assignment
+from controllers.rules.actions import AssignShards
+from controllers.rules.decide import MEMBERS_PATIENCE_S, assign_shards, shard_assignment
 
 names = st.lists(st.sampled_from([f"n{i}.x" for i in range(8)]), min_size=1, max_size=8, unique=True)
 
@@ -90,3 +93,18 @@ def test_at_first_shards_are_dealt_out_in_turn() -> None:
 
 def test_without_members_shards_are_nobodys() -> None:
     assert shard_assignment([], 3, None).owners == (None, None, None)
+
+
+@pytest.mark.parametrize("pictures", [False, True])
+def test_the_first_member_of_a_job_with_pictures_waits_a_little_for_the_other_nodes(pictures: bool) -> None:
+    data = SPEC.data.model_copy(update={"images": "images"} if pictures else {})
+    view = running_job(SPEC.model_copy(update={"data": data}), engines=True)
+    alone = with_mirror(view, assign=None, members={ME: view.mirror.members[ME]})
+    together = with_mirror(view, assign=None)
+    waits = MEMBERS_PATIENCE_S if pictures else 0.1
+    for seen, members, after in ((alone, (ME,), waits), (together, (ME, PEER), 0.1)):
+        (intent,) = assign_shards(seen)
+        assert isinstance(intent.action, AssignShards)
+        assert (intent.action.assignment.members, intent.after) == (members, after)
+    left = with_mirror(view, members={ME: view.mirror.members[ME]})
+    assert [intent.after for intent in assign_shards(left)] == [0.1], "a lost member's prompts are assigned at once"
