@@ -8,8 +8,8 @@ prompt; those of a sample are a blob that the emulated engine puts into its node
 many tokens of text in place of the pictures, and without blobs. Largest messages are measured in all daemons, engines and ranks, by wrapping
 gRPC and the HTTP client.
 
-**verl** (`make verl-setup`): `DataProto` through Ray with workers that compute nothing, in the order of verl's v0 trainer
-(`media_verl.py`). Its v1 trainer, the default since 0.9, moves batches by TransferQueue and is not measured.
+**verl** (`make verl-setup`): its data path through Ray with workers that compute nothing (`media_verl.py`), in the order of its v0 trainer
+(`DataProto`), and as "verl v1" in that of its v1 trainer, the default since 0.9 (TransferQueue).
 
 Each system may use 8 GiB: the anonymous memory of all its processes and the growth of /dev/shm, summed every 50 ms. At more, all its processes
 are killed, and the result says what they held. This is no control group; page cache does not count.
@@ -299,6 +299,8 @@ def kind_of(words: Sequence[str]) -> str:
         ("controllers.cli", "command line"),
         ("etcd", "etcd"),
         ("ray::AgentLoop", "rollout worker"),
+        ("ray::SimpleStorage", "storage unit"),
+        ("ray::TransferQueue", "queue controller"),
         ("ray::Actor", "train worker"),
         ("media_verl", "driver"),
         ("raylet", "raylet"),
@@ -499,13 +501,19 @@ def _run(command: Sequence[str], folder: Path, environment: Mapping[str, str], l
 
 # verl -----------------------------------------------------------------------------------------------------------------
 
+VERL_TRAINERS = {"verl": "v0", "verl v1": "v1"}
+"""The trainer of verl whose data path is measured, by the name of the system in results."""
 
-def measure_verl(payload: Payload, workers: int, steps: int, limit_s: float, *, pictures: bool) -> Result:
-    """Move the batches of `steps` steps through Ray. Raises SystemExit if it fails for another reason than its memory."""
+
+def measure_verl(
+    payload: Payload, workers: int, steps: int, limit_s: float, *, pictures: bool, trainer: str = "v0"
+) -> Result:
+    """Move the batches of `steps` steps through Ray, as a trainer of verl does. Raises SystemExit if it fails for another reason than its memory."""
     mark = uuid.uuid4().hex
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         task = {
+            "trainer": trainer,
             "groups": payload.groups,
             "samples": payload.samples,
             "group_bytes": int(payload.group_mb * MB) * pictures,
@@ -566,12 +574,13 @@ def measure(arguments: argparse.Namespace, result: Result) -> Result:
                         sample_bytes = int(payload.sample_mb * MB) * pictures
                         figures = measure_gcore(spec, nodes, arguments.limit, sample_bytes)
                         add("gcore", payload, nodes, figures, pictures=pictures)
-        if "verl" in arguments.systems:
+        for system in (system for system in VERL_TRAINERS if system in arguments.systems):
             for nodes in arguments.nodes:
                 for pictures in (True, False):
-                    figures = measure_verl(payload, nodes, arguments.steps, arguments.limit, pictures=pictures)
-                    add("verl", payload, nodes, figures, pictures=pictures)
-    if "verl" in arguments.systems:
+                    trainer, limit = VERL_TRAINERS[system], arguments.limit
+                    figures = measure_verl(payload, nodes, arguments.steps, limit, pictures=pictures, trainer=trainer)
+                    add(system, payload, nodes, figures, pictures=pictures)
+    if VERL_TRAINERS.keys() & set(arguments.systems):
         result["versions"] |= verl_versions()
     earlier = json.loads(arguments.out.read_text()) if arguments.out.is_file() else {"versions": {}, "cases": []}
     result["versions"] = earlier["versions"] | result["versions"]
@@ -591,7 +600,7 @@ def merge_cases(earlier: Sequence[Result], cases: Sequence[Result]) -> list[Resu
 
 def verl_versions() -> dict[str, str]:
     """Of the packages in verl's own environment."""
-    code = "import json; from importlib.metadata import version as v; print(json.dumps({n: v(n) for n in ('verl', 'ray', 'tensordict', 'torch')}))"
+    code = "import json; from importlib.metadata import version as v; print(json.dumps({n: v(n) for n in ('verl', 'TransferQueue', 'ray', 'tensordict', 'torch')}))"
     done = subprocess.run([str(VERL), "-c", code], check=True, capture_output=True, text=True)
     return {f"{name} (verl)" if name == "torch" else name: one for name, one in json.loads(done.stdout).items()}
 
@@ -611,7 +620,7 @@ def wrong(result: Result) -> str:
 def options(parser: argparse.ArgumentParser) -> None:
     """The benchmark's own."""
     parser.add_argument("--payloads", nargs="+", choices=PAYLOADS, default=list(PAYLOADS))
-    parser.add_argument("--systems", nargs="+", choices=("gcore", "verl"), default=["gcore", "verl"])
+    parser.add_argument("--systems", nargs="+", choices=("gcore", *VERL_TRAINERS), default=["gcore", *VERL_TRAINERS])
     parser.add_argument("--nodes", nargs="+", type=int, default=[2, 4], help="controllers of gcore, workers of verl")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--limit", type=float, default=1200.0, metavar="SECONDS", help="longest time of one run")

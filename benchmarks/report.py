@@ -94,7 +94,7 @@ def signature(result: Result) -> str:
 def media_cases(result: Result) -> Rows:
     """Memory of the process that every sample's record passes, of the largest other one, and of all; stores and messages."""
     for case in result["cases"]:
-        main = "driver" if case["system"] == "verl" else "controller"
+        main = "controller" if case["system"] == "gcore" else "driver"
         kinds, out = case["kinds"], case["out_of_memory"]
         others = {name: one["anonymous_mb"] for name, one in kinds.items() if name != main}
         largest = max(others, key=lambda name: others[name])

@@ -10,7 +10,7 @@ echo "setup: verl in $venv"
 pip="$venv/bin/python -m pip install -qq --disable-pip-version-check -c constraints/verl.txt"
 # verl without its dependencies, which include trainers and trackers: only its batch type and its worker groups are used.
 $pip torch numpy
-$pip --no-deps verl
-$pip ray tensordict transformers hydra-core codetiming pandas pyarrow packaging
+$pip --no-deps verl TransferQueue
+$pip msgspec prometheus_client psutil pyzmq ray tensordict transformers hydra-core codetiming pandas pyarrow packaging
 rm -f "$venv"/.ready-*
 touch "$stamp"
