@@ -31,6 +31,7 @@ import urllib.request
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -614,6 +615,15 @@ def wrong(result: Result) -> str:
             found.append(f"{what}: out of memory")
         if max(case["messages_bytes"].values(), default=0) > 1 << 20:
             found.append(f"{what}: a message of more than 1 MiB")
+    held: dict[str, dict[int, float]] = {}
+    for case in result["cases"]:
+        stores = case.get("stores_mb", {}).values()
+        if case["system"] == "gcore" and case["pictures"] and stores:
+            held.setdefault(case["payload"], {})[case["nodes"]] = max(one["made"] + one["fetched"] for one in stores)
+    for payload, by_nodes in held.items():
+        for fewer, more in pairwise(sorted(by_nodes)):
+            if by_nodes[more] >= by_nodes[fewer]:
+                found.append(f"{payload}: the busiest store of {more} nodes holds as many bytes as that of {fewer}")
     return "; ".join(found)
 
 

@@ -176,7 +176,7 @@ def leave(view: JobView) -> Iterator[Intent]:
         yield Intent(LeaveJob(), "leave")
 
 
-MEMBERS_PATIENCE_S = 5.0
+MEMBERS_PATIENCE_S = 15.0
 """Seconds without a new member after which the prompts of a job with pictures are assigned to those that have joined."""
 
 
@@ -196,7 +196,8 @@ def assign_shards(view: JobView) -> Iterator[Intent]:
         # The condition names the members, so a change of members restarts the delay.
         topic = f"assign {' '.join(wanted.members)}"
         there = {stored.record.node for stored in mirror.members.values()}
-        waits = mirror.assign is None and uses_pictures(view.spec) and not there >= set(view.plan.rollout_nodes)
+        new = mirror.assign is None or not mirror.assign.record.members
+        waits = new and uses_pictures(view.spec) and not there >= set(view.plan.rollout_nodes)
         yield Intent(AssignShards(wanted), topic, view.turn(topic), after=MEMBERS_PATIENCE_S if waits else 0.1)
 
 

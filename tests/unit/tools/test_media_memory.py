@@ -105,6 +105,16 @@ def test_a_message_above_the_limit_and_memory_that_ran_out_fail_the_benchmark() 
     assert "out of memory" in wrong({"cases": [good | {"out_of_memory": {"mb": 9000}}]})
 
 
+def test_a_busiest_store_that_holds_no_less_on_more_nodes_fails_the_benchmark() -> None:
+    def stores(*made: float) -> dict[str, Any]:
+        found = {f"node-{number}": {"made": one, "fetched": 1.0} for number, one in enumerate(made)}
+        return {"stores_mb": found, "out_of_memory": None, "messages_bytes": {}}
+
+    two, four = case("gcore", 2, **stores(100, 90)), case("gcore", 4, **stores(60, 40, 50, 50))
+    assert wrong({"cases": [four, two]}) == ""
+    assert "as many bytes" in wrong({"cases": [two, case("gcore", 4, **stores(100, 10, 20, 60))]})
+
+
 def test_prompts_of_text_have_as_many_tokens_as_those_with_pictures(tmp_path: Path) -> None:
     payload = Payload(groups=1, samples=2, group_mb=3, sample_mb=1, side=576)
     model = make_model(tmp_path / "model")

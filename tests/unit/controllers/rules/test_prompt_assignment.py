@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 
 import pytest
-from builders import ME, PEER, SPEC, running_job, with_mirror
+from builders import ME, PEER, SPEC, running_job, stored, with_mirror
 from hypothesis import given
 from hypothesis import strategies as st
 
 from controllers.rules.actions import AssignShards
 from controllers.rules.decide import MEMBERS_PATIENCE_S, assign_shards, shard_assignment
+from gcore.ledger.records.chain import Assignment
+from gcore.ledger.transactions import Versioned
 
 names = st.lists(st.sampled_from([f"n{i}.x" for i in range(8)]), min_size=1, max_size=8, unique=True)
 
@@ -96,11 +98,14 @@ def test_without_members_shards_are_nobodys() -> None:
 
 
 @pytest.mark.parametrize("pictures", [False, True])
-def test_the_first_member_of_a_job_with_pictures_waits_a_little_for_the_other_nodes(pictures: bool) -> None:
+@pytest.mark.parametrize("first", [None, stored(shard_assignment([], 4, None))], ids=["none", "without members"])
+def test_the_first_member_of_a_job_with_pictures_waits_a_little_for_the_other_nodes(
+    pictures: bool, first: Versioned[Assignment] | None
+) -> None:
     data = SPEC.data.model_copy(update={"images": "images"} if pictures else {})
     view = running_job(SPEC.model_copy(update={"data": data}), engines=True)
-    alone = with_mirror(view, assign=None, members={ME: view.mirror.members[ME]})
-    together = with_mirror(view, assign=None)
+    alone = with_mirror(view, assign=first, members={ME: view.mirror.members[ME]})
+    together = with_mirror(view, assign=first)
     waits = MEMBERS_PATIENCE_S if pictures else 0.1
     for seen, members, after in ((alone, (ME,), waits), (together, (ME, PEER), 0.1)):
         (intent,) = assign_shards(seen)
