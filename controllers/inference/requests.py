@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -281,7 +281,8 @@ class Requests:
         self._usual = owing.each
         seat = Affinity() if seat is None else seat
         wanted = follow.wanted if follow is not None else lambda: version
-        near = _nodes_with_pictures(params)
+        each = [params] if isinstance(params, SamplingParams) else params
+        near = _nodes_with(one.pictures for one in each)
         instance, connection = await self._seat(wanted, len(seeds), owing.tokens, seat.instance, near)
         seat.instance = instance
         if follow is not None:
@@ -328,7 +329,9 @@ class Requests:
         each question; empty: no question has any.
         """
         owing = OutstandingWork(len(questions), None, self._usual)
-        instance, connection = await self._seat(lambda: version, len(questions), owing.tokens, None)
+        instance, connection = await self._seat(
+            lambda: version, len(questions), owing.tokens, None, _nodes_with(pictures)
+        )
         rid = f"{rid}/{next(self._requests)}"
         request = _send_questions(connection, questions, rid, pictures)
         return await self._finish_request(instance, connection, rid, len(questions), owing, request, lambda _: ())
@@ -548,15 +551,10 @@ async def _bring_pictures(pictures: Sequence[RequestPictures | None], node: str)
     return [None if one is None else replace(one, folder=folders[one.media]) for one in pictures]
 
 
-def _nodes_with_pictures(
-    params: SamplingParams | Sequence[SamplingParams],
-) -> Callable[[], Collection[str]] | None:
+def _nodes_with(pictures: Iterable[RequestPictures | None]) -> Callable[[], Collection[str]] | None:
     """Return what returns the nodes whose blob stores have all pictures of a request; None if it has none."""
-    each = [params] if isinstance(params, SamplingParams) else params
-    pictures = [one.pictures for one in each if one.pictures is not None]
-    if not pictures:
-        return None
-    return lambda: frozenset.intersection(*(frozenset(one.nodes()) for one in pictures))
+    shown = [one for one in pictures if one is not None]
+    return (lambda: frozenset.intersection(*(frozenset(one.nodes()) for one in shown))) if shown else None
 
 
 def _queue(instance: str, connection: EngineConnection) -> EngineQueue:

@@ -345,7 +345,7 @@ class EngineHost:
         if not size or not launch.blob_store or placed.judge:
             return None
         http = open_blob_http(Connector(None if launch.tls is None else launch.tls.material))
-        return ResponseBlobs(size, BlobClient(launch.blob_store, launch.job_uid, launch.blob_key, http, self._clock))
+        return ResponseBlobs(size, BlobClient(launch.blob_store, launch.job_uid, launch.blob_key, http))
 
     async def _follow_head(self) -> None:
         """Watch the job's head and tell judge engines its step, which the version of their weights does not contain."""
