@@ -285,6 +285,29 @@ async def test_a_picture_is_named_by_its_file_or_if_it_was_deleted_by_its_sha256
         assert f"picture: sha256:{gone}, deleted (48 x 32 pixels)" in out.getvalue()
 
 
+async def test_pictures_of_tools_are_named_behind_their_response(tmp_path: Path) -> None:
+    there, gone = "ab" * 32, "cd" * 32
+    pictures = tuple(KeptPicture(sha256=name, size=8, height=32, width=48) for name in (there, gone))
+    seen = group(0, 0.0, 1.0)
+    second = seen.samples[1].model_copy(update={"pictures": pictures})
+    seen = seen.model_copy(update={"samples": (seen.samples[0], second)})
+    folder.write_samples(tmp_path, Version(0, 3), "node-0.ab", [seen])
+    file = folder.step_folder(tmp_path, Version(0, 3)) / f"{there}.png"
+    file.touch()
+    groups = list(samples_of_folder(tmp_path, pb.GetSamplesRequest(job="sums", order=pb.SAMPLE_ORDER_BEST)))
+    (tree,) = groups_tree(groups)["groups"]
+    assert [(one["index"], [shown["file"] for shown in one["pictures"]]) for one in tree["responses"]] == [
+        (1, [str(file), ""]),
+        (0, []),
+    ]
+    for terminal in (False, True):
+        out = io.StringIO()
+        show_groups(Console(file=out, force_terminal=terminal, width=1000, color_system=None), groups)
+        behind = out.getvalue().partition("two 1")[2]
+        assert f"picture: {file} (48 x 32 pixels)" in behind
+        assert f"picture: sha256:{gone}, deleted (48 x 32 pixels)" in behind
+
+
 async def gcore(*words: str | bytes) -> tuple[int, str, str]:
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "controllers.cli.main", *words, env={**os.environ, "COLUMNS": "200"},
