@@ -20,7 +20,8 @@ to encode its pictures on a further rank. Samples of groups with other blobs (ar
 
 Samples of groups with blobs go to a rank on the node of the group's holder (`seal.near`), whose store has the blobs, if
 that does not make the step slower. First whole shares change places. Then the samples of a group on one rank move to a
-near rank, or change places with those of another group there. The highest load rises by at most 1/`NEAR_SLACK`.
+near rank, or change places with those of another group there. The highest load rises by at most 1/`NEAR_SLACK`, or by less
+than the transfer of the blobs would cost (`TRANSFER_BYTES`).
 
 The cost of a sample is a polynomial of its length: linear for the matrix products, quadratic for attention. The length
 at which the two are equal depends on the model, so the controller that seals writes it into the seal
@@ -272,7 +273,11 @@ def _spread_with_blobs(seal: Seal, units: list[Unit], count: int) -> list[list[U
 
 
 NEAR_SLACK = 32
-"""The highest load of a rank rises by at most this fraction (1/32) when samples move to the ranks near their blobs."""
+"""The highest load of a rank rises by at most this fraction (1/32) when samples move to the ranks near their blobs, unless
+the transfer of the blobs would take longer."""
+
+TRANSFER_BYTES = 1 << 16
+"""Bytes of blobs whose transfer to another node takes as long as the computation of a token."""
 
 
 class _Bundle:
@@ -315,6 +320,8 @@ class _Places:
             self.fixed.append(fixed)
         self.loads = [_load_of(seal, share) for share in shares]
         self.limit = max(self.loads) + max(self.loads) // NEAR_SLACK
+        self.transfers = [0] * len(shares)
+        """What the transfer of blobs to each rank costs, in the unit of the loads; set by `exchange_shares`."""
 
     def is_near(self, place: int, group: int) -> bool:
         """Whether the store of the node of a sequence group has the blobs of `group`."""
@@ -343,35 +350,58 @@ class _Places:
         self.bundles = [self.bundles[share] for share in order]
         self.fixed = [self.fixed[share] for share in order]
         self.loads = [self.loads[share] for share in order]
+        self.transfers = [
+            sum(self._transfer(place, bundle) for bundle in bundles.values())
+            for place, bundles in enumerate(self.bundles)
+        ]
 
     def bring_near(self, source: int, bundle: _Bundle) -> bool:
-        """Move a bundle to a near rank, or exchange it with another bundle there, if the limit allows it."""
+        """Move a bundle to a near rank, or exchange it with another bundle there, if no step becomes slower by that."""
         for target in sorted(self.near(bundle.group), key=lambda place: (self.loads[place], place)):
-            if self._fits(target, self._more(target, bundle)):
+            if self._pays(source, target, bundle, None):
                 self._move(source, target, bundle)
                 return True
             others = [one for group, one in self.bundles[target].items() if not self.is_near(target, group)]
             others.sort(key=lambda one: (not self.is_near(source, one.group), abs(one.cost - bundle.cost), one.group))
             for one in others:
-                if self._fits(target, self._more(target, bundle) - one.cost) and self._fits(
-                    source, self._more(source, one) - bundle.cost
-                ):
+                if self._pays(source, target, bundle, one):
                     self._move(target, source, one)
                     self._move(source, target, bundle)
                     return True
         return False
+
+    def _pays(self, source: int, target: int, bundle: _Bundle, other: _Bundle | None) -> bool:
+        """Whether `bundle` should move from `source` to the near rank `target`, and `other` from there to `source`: no load
+        exceeds the limit by that, or the greater of both loads with transfers does not rise.
+        """
+        more = {source: -bundle.cost, target: self._more(target, bundle)}
+        sent = {source: -self._transfer(source, bundle), target: 0}
+        if other is not None:
+            more[target] -= other.cost
+            more[source] += self._more(source, other)
+            sent[target] -= self._transfer(target, other)
+            sent[source] += self._transfer(source, other)
+        if all(more[place] <= 0 or self.loads[place] + more[place] <= self.limit for place in more):
+            return True
+        before = max(self.loads[place] + self.transfers[place] for place in more)
+        return all(self.loads[place] + self.transfers[place] + more[place] + sent[place] <= before for place in more)
+
+    def _transfer(self, place: int, bundle: _Bundle) -> int:
+        """What the transfer of a bundle's blobs to a rank costs; 0 for a near one."""
+        if self.is_near(place, bundle.group):
+            return 0
+        return bundle.bytes * self._seal.attention_equals_at // TRANSFER_BYTES
 
     def _more(self, place: int, bundle: _Bundle) -> int:
         """By how much the load of a rank grows with a bundle."""
         there = self.bundles[place].get(bundle.group)
         return bundle.own + (0 if there is not None and there.pictures else bundle.pictures)
 
-    def _fits(self, place: int, more: int) -> bool:
-        return more <= 0 or self.loads[place] + more <= self.limit
-
     def _move(self, source: int, target: int, bundle: _Bundle) -> None:
         self.loads[source] -= bundle.cost
         self.loads[target] += self._more(target, bundle)
+        self.transfers[source] -= self._transfer(source, bundle)
+        self.transfers[target] += self._transfer(target, bundle)
         del self.bundles[source][bundle.group]
         there = self.bundles[target].get(bundle.group)
         units = bundle.units if there is None else there.units + bundle.units

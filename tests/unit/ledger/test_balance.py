@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from gcore.ledger.balance import (
     NEAR_SLACK,
+    TRANSFER_BYTES,
     SampleSlot,
     StepLayout,
     Unit,
@@ -388,8 +389,9 @@ def test_samples_move_to_the_ranks_near_their_blobs_and_no_load_rises_above_the_
         any(set(unit) <= set(share) for shares in layout.shares for share in shares)
         for unit in units_of(sample_slots(seal))
     )
+    transfers = sum(group.media_bytes for group in seal.groups) * seal.attention_equals_at // TRANSFER_BYTES
     for load, bound in zip(greatest_loads(seal, layout), greatest_loads(seal, before), strict=True):
-        assert load <= bound + bound // NEAR_SLACK
+        assert load <= bound + bound // NEAR_SLACK + transfers
     assert layout == balance_samples(Seal.decode(seal.encode()), units_of)
     if not any(group.patches for group in seal.groups):
         assert far_bytes(seal, layout) <= far_bytes(seal, before)
@@ -433,3 +435,19 @@ def test_a_holder_of_too_many_groups_keeps_as_many_as_its_rank_computes_in_time(
     assert [len(share) for share in shares] == [8, 8], "the step takes no longer than before"
     assert {slot.group for slot in shares[0]} >= {6, 7}
     assert far_bytes(seal, balance_samples(seal)) == 2 * 2 * 1000
+
+
+@pytest.mark.parametrize(("size", "stay"), [(1000, False), (8 * TRANSFER_BYTES * 500, True)], ids=["small", "large"])
+def test_samples_go_to_another_node_for_balance_only_if_their_blobs_are_small(size: int, stay: bool) -> None:
+    """Four groups of long responses were made on one node, four of short ones on the other."""
+    seal = seal_of_lengths(
+        [[300] * 8] * 4 + [[100] * 8] * 4,
+        world_size=2,
+        holders=["a"] * 4 + ["b"] * 4,
+        media_bytes=[size],
+        near={"a": (0,), "b": (1,)},
+    )
+    layout = balance_samples(seal)
+    loads = [load_with_pictures(seal, share) for share in layout.shares[0]]
+    assert (max(loads) - min(loads) > sum(loads) // 8) == stay
+    assert (far_bytes(seal, layout) == 0) == stay
