@@ -10,9 +10,9 @@ from __future__ import annotations
 import fcntl
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
@@ -71,6 +71,8 @@ class ServedJudge(RecordPart):
 
 class HostLaunch(Record):
     """Launch document: the file that `python -m gcore.emulated.host --launch` reads. Times in real seconds."""
+
+    came_with: ClassVar[Mapping[str, int]] = {"blob_store": 3, "blob_key": 3}
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+$")]
     node: str
