@@ -10,7 +10,7 @@ import contextlib
 import hashlib
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -21,7 +21,8 @@ from gcore.config.data import ResolvedSource
 from gcore.config.reward import RewardSpec
 from gcore.config.spec import JobSpec, eval_sources, training_sources
 from gcore.data.stream import EvalPromptSource, JobPrompts, PromptStream
-from gcore.errors import EngineError, EngineUnreachable
+from gcore.errors import DataError, EngineError, EngineUnreachable
+from gcore.flows.filters import untrainable_reason
 from gcore.ledger.records.cluster import patch_cost
 from gcore.media.model_files import media_token_ids
 from gcore.media.pictures import PictureError
@@ -33,7 +34,7 @@ from gcore.reward.scorer import ResponseNotJudged, Scorer, reward_functions
 from gcore.rollout.client import SamplingParams
 from gcore.rollout.environments.api import ENVIRONMENT
 from gcore.rollout.postprocess import is_truncated
-from gcore.types import Group, Prompt, PromptRef, Sample, Version
+from gcore.types import Group, Medium, Prompt, PromptRef, Sample, Version
 
 
 class PictureWork(NamedTuple):
@@ -63,18 +64,39 @@ class JobData:
         """The work of the vision tower for the distinct pictures of a group, forward and backward."""
         opened, _ = self.stream.found(group.ref)
         sizes = {one.sha256: one.shape[:2] for one in group.all_media if one.kind == "picture"}
-        if opened.pictures is None or not sizes:
+        rule = opened.rule
+        if rule is None or not sizes:
             return PictureWork(0, 0)
-        rule = opened.pictures.rule
         patches = sum(rule.patch_count(height, width) for height, width in sizes.values())
         # A backward pass costs twice as much as a forward pass, and a frozen tower has none.
         passes = 1 / 3 if "vision" in self.spec.train.freeze else 1.0
         return PictureWork(patches, math.ceil(patches * passes * patch_cost(rule.config)))
 
+    def why_untrainable(self, group: Group) -> str | None:
+        """Return why the train ranks could not train the group, which a flow returned; None if they can. A rank that finds
+        other pictures than tokens for them ends its world."""
+        if (why := untrainable_reason(group, self.spec.train, self.media_tokens)) is not None:
+            return why
+        rule = self.stream.found(group.ref)[0].rule if self.media_tokens else None
+        if rule is None:
+            return None
+        try:
+            rule.runs(group.prompt_ids, _picture_sizes(group.media))
+            for sample in group.samples:
+                rule.runs(sample.token_ids, _picture_sizes(sample.media))
+        except DataError as error:
+            return f"the group's pictures are not those of its tokens: {error.what}"
+        return None
+
     @property
     def is_held_back(self) -> bool:
         """Whether no further prompt should be started now, because a judge's queue is full."""
         return any(pipeline.rewards.is_full for pipeline in self.sources.values())
+
+
+def _picture_sizes(media: Iterable[Medium]) -> list[tuple[int, int]]:
+    """Height and width in pixels of the pictures among `media`."""
+    return [(one.shape[0], one.shape[1]) for one in media if one.kind == "picture"]
 
 
 def make_job_data(

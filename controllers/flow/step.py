@@ -24,7 +24,7 @@ from controllers.flow.peer_collectives import PeerCollectives
 from controllers.rules.view import JobView
 from controllers.telemetry.notices import PluginErrorLog
 from gcore.errors import EngineError, EngineUnreachable
-from gcore.flows.filters import FilterError, check_production, untrainable_reason
+from gcore.flows.filters import FilterError, check_production
 from gcore.ledger.selection import is_acceptable, is_ancestor
 from gcore.media.pictures import PictureError
 from gcore.plugins import plugin_trace
@@ -230,8 +230,7 @@ class JobBatch:
         try:
             result = check_production(await produce, ref)
             if isinstance(result, Group):
-                data = self._context.data
-                if (why := untrainable_reason(result, data.spec.train, data.media_tokens)) is not None:
+                if (why := self._context.data.why_untrainable(result)) is not None:
                     raise RewardError(why, fix="Correct the flow, or choose another flow for this estimator")
                 self._context.check_filtered(result)
                 # A flow that builds its groups itself may leave the source empty.

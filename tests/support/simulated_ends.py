@@ -371,8 +371,7 @@ class Stream:
             expand=lambda tokens, sizes: (0,) * (len(tokens) + 3 * len(sizes)),
             request_ids=lambda tokens, sizes: tokens,
         )
-        pictures = SimpleNamespace(rule=rule) if self._pictures else None
-        return SimpleNamespace(name=SOURCE, renderer=renderer, pictures=pictures), 0
+        return SimpleNamespace(name=SOURCE, renderer=renderer, rule=rule if self._pictures else None), 0
 
 
 class SilentFaults(PluginErrorLog):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from picture_files import encoded, picture
 from picture_models import token_ids, write_picture_model
 from prompt_sources import spec_tree
 
+from controllers.flow.job_data import make_job_data
 from controllers.job.preparation import check_processor
 from gcore.config import parse_spec
 from gcore.config.spec import eval_sources, training_sources
@@ -21,7 +23,7 @@ from gcore.data.stream import JobPrompts, PromptFiltered, check_lengths, identif
 from gcore.errors import DataError, SpecError
 from gcore.ledger.records.job import JobRecord
 from gcore.media.placeholders import PictureRule
-from gcore.types import Prompt, PromptRef
+from gcore.types import Group, Medium, Prompt, PromptRef, Sample, Version, VersionSpan
 
 IDS = token_ids()
 PAD, START, END = IDS["<|image_pad|>"], IDS["<|vision_start|>"], IDS["<|vision_end|>"]
@@ -425,3 +427,26 @@ def test_a_node_with_another_processor_waits_for_the_right_files(folder: Folder)
 def test_jobs_without_pictures_record_no_processor(folder: Folder) -> None:
     folder.write({"prompt": "Hi"})
     assert folder.open(images=None).picture_settings == ""
+
+
+def test_a_group_whose_pictures_are_not_those_of_its_tokens_is_not_trained(folder: Folder) -> None:
+    """A rank would end its world with every try."""
+    folder.write({"prompt": "<image>Hi", "images": ["a.png"]})
+    spec = folder.spec()
+    scorer: Any = None
+    data = make_job_data(spec, "u", folder.open(), scorer)
+    prompt = folder.first()
+    (shown,) = prompt.pictures
+    medium = Medium("picture", "0" * 64, 9, (shown.target_height, shown.target_width, 3), "uint8")
+    smaller = medium._replace(shape=(16, 16, 3))
+    sample = Sample((5, 6), (-0.1, -0.1), "x", "stop", (VersionSpan(Version(0, 0), 0, 2),), reward=1.0)
+    right = Group(prompt.ref, prompt.token_ids, (sample, replace(sample, reward=0.0)), media=(medium,))
+    array = Medium("trajectory", "1" * 64, 9, (3,), "float32")
+    assert data.why_untrainable(right) is None
+    assert data.why_untrainable(replace(right, media=(medium, array))) is None
+    for media in ((), (medium, medium), (smaller,)):
+        assert "the group's pictures are not those of its tokens" in str(
+            data.why_untrainable(replace(right, media=media))
+        )
+    tool = replace(sample, output=sample.output._replace(media=(medium,)))
+    assert "are not those of its tokens" in str(data.why_untrainable(replace(right, samples=(sample, tool))))

@@ -177,7 +177,7 @@ class Job:
         self.buffer, self.changes = GroupBuffer(), ChangeSignal()
         self.faults = PluginErrorLog(self.store, KEYS, "n")
         self._filters, self._passed_filters = filters, set[PromptRef]()
-        self.data = SimpleNamespace(spec=make_spec(), media_tokens=frozenset())
+        self.data = SimpleNamespace(spec=make_spec(), why_untrainable=lambda group: None)
         self.step = JobStep(self, Version(0, 0))  # type: ignore[arg-type]
 
     def look(self) -> Any:

@@ -225,7 +225,7 @@ class Peer:
         rollout = SimpleNamespace(staleness=staleness)
         flow = SimpleNamespace(max_reissues=1)
         spec = SimpleNamespace(rollout=rollout, flow=flow, train=SPEC.train)
-        self.data = SimpleNamespace(spec=spec, media_tokens=frozenset())
+        self.data = SimpleNamespace(spec=spec, why_untrainable=lambda group: None)
         self.rules = replace(RULES, staleness=staleness)
 
     def look(self) -> Any:

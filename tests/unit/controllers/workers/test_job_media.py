@@ -326,7 +326,7 @@ def test_an_offer_names_the_patches_of_distinct_pictures_and_what_they_cost(
     config["vision_config"] |= sizes
     config["text_config"] |= {**sizes, "num_hidden_layers": 6}
     (folder / "config.json").write_text(json.dumps(config))
-    opened = SimpleNamespace(pictures=SimpleNamespace(rule=PictureRule.load(folder)))
+    opened = SimpleNamespace(rule=PictureRule.load(folder))
     stream: Any = SimpleNamespace(found=lambda ref: (opened, 0))
     spec: Any = SimpleNamespace(train=TrainSpec(freeze=freeze))
     data = JobData(spec, "j", stream, {}, (), {})
