@@ -24,6 +24,7 @@ from gcore.data.dataset import Dataset, mark_used
 from gcore.data.messages import Messages, is_picture
 from gcore.errors import DataError
 from gcore.media.picture_index import IndexedPicture, PictureIndex, PictureRoots, open_picture_index
+from gcore.media.pictures import MOST_PICTURES
 from gcore.media.placeholders import PictureRule
 from gcore.types import PictureRef, entry_value
 
@@ -151,7 +152,13 @@ class PromptPictures:
         Raises DataError.
         """
         text = None if chat else self.rule.picture_text
-        return place_pictures(prompt, listed_pictures(entry, self.field), self.marker, text)
+        placed = place_pictures(prompt, listed_pictures(entry, self.field), self.marker, text)
+        if len(placed.names) > MOST_PICTURES:
+            raise DataError(
+                f"the prompt has {len(placed.names)} pictures; the maximum is {MOST_PICTURES}",
+                fix="Leave pictures out of the entry, or join them into larger ones",
+            )
+        return placed
 
     def refs(self, names: Sequence[str]) -> tuple[PictureRef, ...]:
         """Return the files and sizes of pictures. Raises DataError."""

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from gcore.errors import DataError, EngineError
+from gcore.media.pictures import MOST_PICTURES
 from gcore.media.protocol import blob_path
 from gcore.models.vision import (
     PictureProcessor,
@@ -34,9 +35,6 @@ from gcore.models.vision import (
     picture_arguments,
     type_argument,
 )
-
-MOST_PICTURES = 256
-"""Maximum number of pictures in one prompt."""
 
 _DATA_URL = re.compile(r"data:image/[a-z0-9.+-]+;base64,", re.IGNORECASE)
 _HEX = re.compile(r"[0-9a-f]{64}")

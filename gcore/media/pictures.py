@@ -46,6 +46,9 @@ MAX_DECODE_PIXELS = 64 << 20
 MAX_FILE_BYTES = 256 << 20
 """Maximum size of a picture file in bytes."""
 
+MOST_PICTURES = 256
+"""Maximum number of pictures in one prompt."""
+
 MAX_ASPECT = 200
 """Maximum ratio of the longer to the shorter side, as in Qwen's processors."""
 

@@ -450,3 +450,13 @@ def test_a_group_whose_pictures_are_not_those_of_its_tokens_is_not_trained(folde
         )
     tool = replace(sample, output=sample.output._replace(media=(medium,)))
     assert "are not those of its tokens" in str(data.why_untrainable(replace(right, samples=(sample, tool))))
+
+
+def test_a_prompt_with_more_pictures_than_engines_take_is_refused(folder: Folder) -> None:
+    folder.write(
+        {"prompt": "<image>" * 256, "images": ["a.png"] * 256}, {"prompt": "<image>" * 257, "images": ["a.png"] * 257}
+    )
+    source = folder.open().stream.sources[0]
+    assert len(source.prompt(0, PromptRef(0, 0, 0)).pictures) == 256
+    with pytest.raises(DataError, match="the prompt has 257 pictures; the maximum is 256"):
+        source.prompt(1, PromptRef(0, 0, 1))
