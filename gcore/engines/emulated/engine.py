@@ -17,7 +17,7 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
@@ -46,13 +46,15 @@ from gcore.engines.request import (
 from gcore.engines.serving.engine import ServedEngine
 from gcore.engines.serving.io_struct import GenerateCall, LogprobRequest, SamplingBody, word_sample
 from gcore.errors import DataError, EngineError, GcoreError
-from gcore.media.client import BlobClient
 from gcore.media.pictures import inspect_picture
 from gcore.media.placeholders import PictureRule, Size, SmartResizeRule
 from gcore.rollout.engine_time import EngineTimeSums
 from gcore.system.clock import Clock
 from gcore.system.concurrency import gather_or_cancel
 from gcore.types import Version
+
+if TYPE_CHECKING:
+    from gcore.media.client import BlobClient
 
 KIND = "gcore emulated engine: it computes nothing, for tests and benchmarks only"
 UNTOLD = "an emulated engine computes nothing and cannot report {}"

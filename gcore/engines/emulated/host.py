@@ -32,7 +32,6 @@ from gcore.engines.emulated.law import ReplicaTiming, TimingModel, read_timing_m
 from gcore.engines.emulated.routes import EngineListeners, KeysByPort, new_app
 from gcore.errors import GcoreError, LeaseLost, StoreUnavailable, UsageError
 from gcore.ledger.records.chain import Head
-from gcore.media.client import BlobClient, open_blob_http
 from gcore.schema import UnreadableRecord
 from gcore.store import keys
 from gcore.store.reference import connect_store
@@ -344,6 +343,8 @@ class EngineHost:
         size = self._law.response_blob_bytes
         if not size or not launch.blob_store or placed.judge:
             return None
+        from gcore.media.client import BlobClient, open_blob_http  # slow to import
+
         http = open_blob_http(Connector(None if launch.tls is None else launch.tls.material))
         return ResponseBlobs(size, BlobClient(launch.blob_store, launch.job_uid, launch.blob_key, http))
 

@@ -125,7 +125,7 @@ class Told:
     async def pictures(self, uid: str) -> dict[str, Any]:
         return {
             "step": 17,
-            "prompts": [{"prompt": HOSTILE, "mean_reward": 0.5, "pictures": [["ab", PIXEL], ["cd", ""]]}],
+            "prompts": [{"prompt": HOSTILE, "mean_reward": 0.5, "pictures": [["ab", PIXEL]], "of_tools": [["cd", ""]]}],
         }
 
 
