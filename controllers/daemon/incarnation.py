@@ -171,6 +171,7 @@ class Incarnation:
                     memory = Path(self._config.memory_dir)
                     await asyncio.to_thread(sweep_memory, memory, self._config.home, self._config.node, swept)
                     await asyncio.to_thread(self._own.groups.sweep, swept)
+                    await self._own.blobs.forget_ended(swept)
                 if self._changes.count == seen:  # otherwise something changed during the thread calls
                     await self._changes.wait()
 

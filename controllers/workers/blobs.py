@@ -135,6 +135,8 @@ class NodeBlobs:
         self._http: BlobHttp | None = None
         self._child: ChildProcess | None = None
         self._told: dict[str, str] = {}
+        self._found = {name for name in _folders_in(self.folder) | _folders_in(self._home / WORLDS) if name[0] != "."}
+        """Jobs of which this node had blobs when the daemon started, without those that have ended."""
         self._listen_port = self._port() if can_serve() else 0
         scheme = "https" if connector.secure else "http"
         at = join_host_port(config.workers_listen_on, self._listen_port)
@@ -331,8 +333,16 @@ class NodeBlobs:
         """Delete the blobs of a job that has ended, here and in the folders of its train worlds."""
         await asyncio.to_thread(shutil.rmtree, self._home / WORLDS / job, ignore_errors=True)
         if self._child is not None:
-            with contextlib.suppress(GcoreError):  # then they are the oldest when the store needs room
-                await (await self.client(job)).drop_job()
+            with contextlib.suppress(GcoreError):
+                return await (await self.client(job)).drop_job()
+        await asyncio.to_thread(shutil.rmtree, self.job_folder(job), ignore_errors=True)  # the store does not run
+
+    async def forget_ended(self, active: Collection[str]) -> None:
+        """Delete the blobs of jobs that ended while this daemon did not run. `active`: the jobs that have not ended."""
+        ended = self._found - set(active)
+        self._found -= ended
+        for job in sorted(ended):
+            await self.forget(job)
 
     async def locate(self, job: str, blobs: Sequence[str]) -> Mapping[str, Collection[str]]:
         """The nodes whose stores have each blob. Nodes that do not answer are left out."""
@@ -357,6 +367,12 @@ def _find_lost(folder: Path, media: Iterable[Medium]) -> str | None:
         if size != one.size:
             return one.sha256
     return None
+
+
+def _folders_in(folder: Path) -> set[str]:
+    """The names of the folders in a folder; empty if it does not exist."""
+    _, names, _ = next(os.walk(folder), ("", [], []))
+    return set(names)
 
 
 def _bytes_below(folder: Path) -> int:

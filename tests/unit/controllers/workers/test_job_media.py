@@ -21,7 +21,7 @@ from controllers.changes import ChangeSignal
 from controllers.flow.group_buffer import GroupBuffer
 from controllers.flow.job_data import JobData
 from controllers.flow.peer import JobPeer
-from controllers.workers.blobs import SLOW_S, TROUBLE_S, NodeBlobs, StoreProblems, counter_increase
+from controllers.workers.blobs import SLOW_S, TROUBLE_S, WORLDS, NodeBlobs, StoreProblems, counter_increase
 from controllers.workers.job_media import RENEW_S, REPORT_S, JobMedia
 from gcore.config import JobSpec, parse_spec
 from gcore.config.node import NodeConfig
@@ -174,6 +174,26 @@ def node_blobs(tmp_path: Path, clock: Clock) -> NodeBlobs:
         }
     )
     return NodeBlobs(config, clock, dict, Metrics())
+
+
+async def test_blobs_of_jobs_that_ended_while_the_daemon_did_not_run_are_deleted(tmp_path: Path) -> None:
+    for job in ("ended", "active"):
+        for folder in (tmp_path / "blobs" / "n" / job / "cd", tmp_path / WORLDS / job / "w-0"):
+            folder.mkdir(parents=True)
+            (folder / MEDIUM.sha256).write_bytes(b"x")
+    (tmp_path / "blobs" / "n" / ".incoming").mkdir()
+    blobs = node_blobs(tmp_path, FakeClock())
+    (tmp_path / "blobs" / "n" / "new").mkdir()  # of a job whose records this node has not seen yet
+    await blobs.forget_ended({"active"})
+    left = {str(one.relative_to(tmp_path)) for parent in ("blobs/n", WORLDS) for one in (tmp_path / parent).iterdir()}
+    assert left == {"blobs/n/active", "blobs/n/.incoming", "blobs/n/new", f"{WORLDS}/active"}
+
+
+async def test_the_blobs_of_an_ended_job_are_deleted_also_if_the_store_does_not_run(tmp_path: Path) -> None:
+    blobs = node_blobs(tmp_path, FakeClock())
+    (blobs.job_folder("job") / "cd").mkdir(parents=True)
+    await blobs.forget("job")
+    assert not blobs.job_folder("job").exists()
 
 
 def test_the_port_of_a_store_stays_the_same(tmp_path: Path) -> None:
