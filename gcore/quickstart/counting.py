@@ -40,7 +40,7 @@ TRAIN_ENTRIES, EVAL_ENTRIES, WARM_ENTRIES = 1200, 200, 6000
 """Number of prompts to train on, of held-out prompts, and of pictures of the warm start."""
 
 WARM_UPDATES = 700
-COUNTING_RECIPE = 1
+COUNTING_RECIPE = 2
 
 
 class CountingManifest(PreparedManifest):

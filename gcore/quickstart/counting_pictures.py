@@ -30,7 +30,7 @@ GROUND, SPREAD = 235, 12
 COUNTING_BAND = (0.25, 0.45)
 """Range of the model's greedy accuracy on held-out prompts before RL."""
 
-LEAST_PASS_AT_8 = 0.7
+LEAST_PASS_AT_8 = 0.85
 """Lowest share of held-out prompts for which one of eight samples is right, before RL."""
 
 MARKER = "<image>"
