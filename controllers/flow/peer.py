@@ -13,6 +13,7 @@ Also here: `LengthEstimates` predicts response lengths, by which prompts are ord
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -27,6 +28,7 @@ from controllers.flow.group_buffer import GroupBuffer
 from controllers.flow.job_data import JobData, sample_seed
 from controllers.flow.peer_collectives import PeerCollectives
 from controllers.flow.step import JobStep, StepContext
+from controllers.identity import node_of
 from controllers.inference.pool import EnginePool
 from controllers.inference.rules import LengthExpectation, VersionFollower
 from controllers.rules.step import stream_position
@@ -57,8 +59,13 @@ MOST_PROMPTS = 65_536
 first."""
 
 
+log = logging.getLogger(__name__)
+
 ROOM_RETRY_S = 1.0
 """Seconds after which a prompt is tried again for which the blob store had no room."""
+
+STALLED_S = 5.0
+"""Seconds without a byte after which room is made for the blobs that train ranks lack."""
 
 NO_ROOM = "blob-store-full"
 """Topic of the warning that the blob store has no room."""
@@ -181,19 +188,52 @@ class JobPeer:
         view = self.look()
         position = partial(stream_position, view)
         while not await self.media.reserve(prompt):
-            held = max(
-                (group.ref for group in view.unsealed if group.ref in self.buffer.offers), key=position, default=None
-            )
+            held = self._youngest_unsealed(view)
             if held is None or prompt.ref != min(due, key=position) or position(held) < position(prompt.ref):
                 self._warnings.hold(
                     NO_ROOM, "the blob store of this node has no room for the pictures of further prompts"
                 )
                 return False
-            self.buffer.drop_group(held, failed=False)
-            await self.media.release(held)
-            self.changes.notify()
+            await self._give_up_room(held)
         self._warnings.hold(NO_ROOM, "")
         return True
+
+    def _youngest_unsealed(self, view: JobView) -> PromptRef | None:
+        """The youngest prompt whose group is in no seal; None if there is none."""
+        held = (group.ref for group in view.unsealed if group.ref in self.buffer.offers)
+        return max(held, key=partial(stream_position, view), default=None)
+
+    async def _give_up_room(self, held: PromptRef) -> None:
+        """Drop a group and its blobs to make room; its prompt is sampled again."""
+        assert self.media is not None
+        self.buffer.drop_group(held, failed=False)
+        await self.media.release(held)
+        self.changes.notify()
+
+    async def make_room_for_ranks(self) -> None:
+        """Make room in the store of this node for blobs that its train ranks lack; never returns.
+
+        Groups that this peer holds, and prompts that it samples, may take all the room. Then no rank here gets the blobs of
+        other nodes, and the step never ends. If the ranks lack the same bytes for `STALLED_S`, room is reserved for their
+        transfers, and groups in no seal are dropped for it, the youngest first.
+        """
+        assert self.media is not None
+        lacking, since, reserved = 0, self.clock.monotonic(), False
+        while True:
+            await self.clock.sleep(ROOM_RETRY_S)
+            view = self.look()
+            before, lacking = lacking, view.lacking_bytes(node_of(view.me))
+            if lacking != before or not lacking:
+                since = self.clock.monotonic()
+            if reserved and not lacking:
+                reserved = not await self.media.reserve_for_ranks(0)
+            if self.clock.monotonic() - since < STALLED_S:
+                continue
+            reserved = await self.media.reserve_for_ranks(lacking)
+            if not reserved and (held := self._youngest_unsealed(view)) is not None:
+                log.info("group %s is dropped: a train rank of this node has no room for blobs of other nodes", held)
+                await self._give_up_room(held)
+                reserved = await self.media.reserve_for_ranks(lacking)
 
     def _exhausted_outcome(self, ref: PromptRef) -> Outcome | None:
         """The outcome "failed" for a prompt that was sampled too often and whose last group exceeded the staleness

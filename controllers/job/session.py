@@ -665,6 +665,7 @@ class JobWork:
                 } | ({"placement": self._planner.run()} if self._data.spec.placement.is_live else {})
                 if session.media is not None:
                     work["media"] = session.media.run()
+                    work["room"] = self._peer.make_room_for_ranks()
                 if answers_of_a_step(self._data.spec):
                     work["unjudged"] = session.fail_unjudged()
                 if dependencies.disk_gib is not None:

@@ -437,6 +437,14 @@ class JobView:
         stored = self.mirror.seals.get(self.head.step + 1)
         return stored.record if stored else None
 
+    def lacking_bytes(self, node: str) -> int:
+        """Bytes of blobs that the train ranks of a node still lack for samples of the next step."""
+        seal = self.seal
+        if seal is None:
+            return 0
+        ranks = [place.rank for place in self.plan.ranks if place.node == node]
+        return sum(one.total - one.fetched for rank in ranks for one in self.fetching(seal, rank).values())
+
     @property
     def unsealed(self) -> tuple[OfferedGroup, ...]:
         """The groups that this peer holds and that no seal of an open step contains, oldest first."""

@@ -19,7 +19,7 @@ from controllers.changes import ChangeSignal
 from controllers.workers.blobs import NodeBlobs
 from gcore.errors import DataError, EngineError, EngineUnreachable, GcoreError
 from gcore.media.pictures import PictureError
-from gcore.media.protocol import Blob, StoreUnreachable, blob_path
+from gcore.media.protocol import TRANSFERS, Blob, StoreUnreachable, blob_path
 from gcore.reward.api import PictureFile
 from gcore.rollout.api import PicturesUnavailable, RequestPictures
 from gcore.system.clock import Clock, retry_delay
@@ -138,6 +138,15 @@ class JobMedia:
         """End the reservation for pictures of tools: all responses to the prompt are finished."""
         if self._reserved.pop(ref, None) is not None:
             await self._renew_reservation()
+
+    async def reserve_for_ranks(self, size: int) -> bool:
+        """Reserve room in the store of this node for blobs that its train ranks lack; return whether there is room. 0 bytes
+        end the reservation. A store that does not answer counts as room, as in `reserve`."""
+        client = await self._blobs.client(self._uid)
+        try:
+            return await client.reserve(TRANSFERS, size, PIN_S)
+        except GcoreError:
+            return True
 
     async def _renew_reservation(self) -> None:
         """Set the reservation at the store to the present one. It waits for one that is being raised, so that the store does

@@ -17,6 +17,9 @@ from gcore.errors import DataError, GcoreError, NotAllowed
 PIECE_BYTES = 1 << 20
 """Blobs are read, hashed, written and sent in pieces of this size."""
 
+TRANSFERS = "transfers"
+"""Holder of the reservation that transfers from other nodes use up, such as those of blobs for a train rank."""
+
 _JOB = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 

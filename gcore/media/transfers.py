@@ -23,7 +23,7 @@ from gcore.errors import GcoreError
 from gcore.media.accounts import BlobKey
 from gcore.media.blobs import BlobStore, IncomingBlob
 from gcore.media.client import BlobClient, BlobFetch, BlobHttp, ProgressReport
-from gcore.media.protocol import Blob, BlobMismatch, BlobMissing, StoreUnreachable, job_key
+from gcore.media.protocol import TRANSFERS, Blob, BlobMismatch, BlobMissing, StoreUnreachable, job_key
 from gcore.system.clock import Clock, retry_delay
 from gcore.system.concurrency import cancel_all, gather_or_cancel, is_cancelled
 
@@ -157,7 +157,7 @@ class BlobTransfers:
                 return ""
             async with self._turns:
                 began = self._clock.monotonic()
-                incoming = await asyncio.to_thread(self._store.begin, job, blob)
+                incoming = await asyncio.to_thread(self._store.begin, job, blob, holder=TRANSFERS)
                 try:
                     reason = await self._receive_from(others, job, blob, incoming, transfer)
                     if reason is None:

@@ -109,6 +109,12 @@ def test_pictures_of_tools_are_trained_while_stores_lose_blobs_and_restart(
     assert any("lose" in line and "blobs" in line for line in ended.history)
 
 
+def test_a_rank_gets_room_for_blobs_of_another_node() -> None:
+    """Once its own node's store was full of groups in no seal, and the job sealed the same step without end."""
+    ended = tell_story(Story.of(722))
+    assert not ended.wrong, ended.why
+
+
 def test_a_daemon_that_is_asked_to_end_hands_over_in_a_simulation_too() -> None:
     """What production's daemon does with the jobs it works on, the simulated one does with its own: it knows them."""
     ended = tell_story(Story(seed=7, nodes=3, steps=6, faults=("leave",), fault_every_s=3.0, faults_s=60.0))

@@ -18,7 +18,7 @@ from simulated_network import Network
 
 from gcore.media.accounts import BlobAccounts, BlobKey
 from gcore.media.client import BlobFetch
-from gcore.media.protocol import Blob, StoreFull, StoreUnreachable
+from gcore.media.protocol import TRANSFERS, Blob, StoreFull, StoreUnreachable
 from gcore.rollout.environments.api import PICTURE, Done, Observation, Setting, Turn
 from gcore.types import Medium, PictureRef
 
@@ -127,7 +127,7 @@ class Stores:
             return True
         reached = [node for node in others if self.reaches(target, node)]
         if any(self.of(node).has(sha256) for node in reached):
-            store.take(sha256)
+            store.take(sha256, TRANSFERS)
             return True
         return False if len(reached) == len(others) else None
 

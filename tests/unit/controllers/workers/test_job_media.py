@@ -20,7 +20,7 @@ from controllers.api.submission.checks import check_blob_room
 from controllers.changes import ChangeSignal
 from controllers.flow.group_buffer import GroupBuffer
 from controllers.flow.job_data import JobData
-from controllers.flow.peer import JobPeer
+from controllers.flow.peer import STALLED_S, JobPeer
 from controllers.workers.blobs import SLOW_S, TROUBLE_S, WORLDS, NodeBlobs, StoreProblems, counter_increase
 from controllers.workers.job_media import RENEW_S, REPORT_S, JobMedia
 from gcore.config import JobSpec, parse_spec
@@ -31,7 +31,7 @@ from gcore.ledger.records.job import NodeRecord
 from gcore.media.client import BlobFetch
 from gcore.media.pictures import PictureError
 from gcore.media.placeholders import PictureRule
-from gcore.media.protocol import Blob, StoreFull, StoreUnreachable
+from gcore.media.protocol import TRANSFERS, Blob, StoreFull, StoreUnreachable
 from gcore.observability.metrics import Metrics
 from gcore.reward.api import PictureFile
 from gcore.rollout.api import PicturesUnavailable
@@ -52,8 +52,8 @@ class StoreClient:
         self.pinned: list[Sequence[str]] = []
         self.unpinned: list[Sequence[str]] = []
         self.error: Exception | None = None
-        self.bound, self.used, self.reserved = 250, 0, 0
-        """Bytes of the whole store, of stored blobs, and reserved."""
+        self.bound, self.used, self.reserved, self.for_transfers = 250, 0, 0, 0
+        """Bytes of the whole store, of stored blobs, reserved by the controller, and for transfers to ranks."""
         self.fetched = BlobFetch(frozenset({MEDIUM.sha256}), frozenset(), {}, "/away/job")
         self.asked: list[tuple[Sequence[Blob], Sequence[str]]] = []
         self.located: dict[str, Collection[str]] = {}
@@ -80,9 +80,16 @@ class StoreClient:
             self.used -= 100 * len(sha256s)
 
     async def reserve(self, holder: str, size: int, ttl_s: float) -> bool:
-        granted = self.used + size <= self.bound or size < self.reserved
-        self.reserved = size if granted else self.reserved
-        return granted
+        before, others = self.reserved, self.for_transfers
+        if holder == TRANSFERS:
+            before, others = others, before
+        if self.used + size + others > self.bound and size >= before:
+            return False
+        if holder == TRANSFERS:
+            self.for_transfers = size
+        else:
+            self.reserved = size
+        return True
 
 
 class Blobs:
@@ -672,6 +679,8 @@ class Holder:
 
     def __init__(self, media: JobMedia, held: Sequence[int]) -> None:
         self.media, self.buffer, self.changes = media, GroupBuffer(), SimpleNamespace(notify=lambda: None)
+        self.clock, self.lacking = FakeClock(), 0
+        """`lacking`: bytes of blobs that ranks of this node lack."""
         self.warnings: list[str] = []
         self._warnings = SimpleNamespace(hold=lambda topic, sentence: self.warnings.append(sentence))
         sample = Sample((1,), (0.0,), "a", "stop", (VersionSpan(Version(0, 0), 0, 1),))
@@ -680,7 +689,16 @@ class Holder:
 
     def look(self) -> Any:
         shape = SimpleNamespace(position=lambda ref: ref.seq)
-        return SimpleNamespace(unsealed=tuple(self.buffer.offers.values()), rules=SimpleNamespace(shape=shape))
+        return SimpleNamespace(
+            unsealed=tuple(self.buffer.offers.values()),
+            rules=SimpleNamespace(shape=shape),
+            me="here.1",
+            lacking_bytes=lambda node: self.lacking if node == "here" else 0,
+        )
+
+    _youngest_unsealed: Any = JobPeer._youngest_unsealed
+    _give_up_room: Any = JobPeer._give_up_room
+    make_room_for_ranks: Any = JobPeer.make_room_for_ranks
 
     async def has_room(self, number: int, *due: int) -> bool:
         peer: Any = self
@@ -706,6 +724,32 @@ async def test_the_oldest_due_prompt_gets_the_room_of_the_youngest_group() -> No
     assert not peer.buffer.reissues, "the dropped prompt has not failed"
     assert peer.warnings[-1] == ""
     assert (client.used, client.reserved) == (100, 100)
+
+
+async def test_a_rank_without_room_for_blobs_of_other_nodes_gets_that_of_the_youngest_groups() -> None:
+    """Otherwise its step would never end, and be sealed again and again."""
+    client = StoreClient()
+    media = media_of(client, set(), FakeClock())
+    for number in (2, 3):
+        await media.in_request(of_picture(number), trained=True)
+    peer = Holder(media, [2, 3])
+    running = asyncio.create_task(peer.make_room_for_ranks())
+    try:
+        for peer.lacking in (140, 130, 120):  # something arrives
+            await peer.clock.advance(STALLED_S - 1)
+        assert peer.held == {2, 3}
+        await peer.clock.advance(2)
+        assert peer.held == {2}
+        assert (client.used, client.for_transfers) == (100, 120)
+        assert not await peer.has_room(4, 4), "a new prompt does not get this room"
+        peer.lacking = 0
+        await peer.clock.advance(1)
+        assert client.for_transfers == 0
+        peer.lacking = 100  # there is room, but the transfer is slow
+        await peer.clock.advance(3 * STALLED_S)
+        assert peer.held == {2}
+    finally:
+        running.cancel()
 
 
 def test_a_job_whose_pictures_cannot_fit_is_refused_with_both_numbers() -> None:
