@@ -10,7 +10,7 @@ import pytest
 from blob_stores import TIMEOUT_S, NarrowProxy, Start, StoreProcess, key_of, until
 
 from gcore.media.client import BlobHttp
-from gcore.media.protocol import Blob, StoreFull, StoreUnreachable, blob_path
+from gcore.media.protocol import TRANSFERS, Blob, StoreFull, StoreUnreachable, blob_path
 from gcore.media.transfers import order_of_nodes
 
 MIB = 1 << 20
@@ -164,6 +164,18 @@ async def test_a_full_store_refuses_to_fetch(start: Start, http: BlobHttp) -> No
         await target.client(http).fetch([BLOB], ["n1"])
     assert await count(http, target, "incoming") == 0
     assert os.listdir(target.folder / ".incoming") == []
+
+
+async def test_transfers_use_up_the_room_that_is_reserved_for_them(start: Start, http: BlobHttp) -> None:
+    source, target = start("n1"), start("n2", bound_bytes=len(DATA) + MIB)
+    await source.client(http).put_bytes(DATA)
+    target.set_nodes(source)
+    client = target.client(http)
+    assert await client.reserve(TRANSFERS, len(DATA), 60.0)
+    assert not await client.reserve("i", 2 * MIB, 60.0), "prompts do not get this room"
+    assert await client.reserve("i", MIB, 60.0)
+    found = await client.fetch([BLOB], ["n1"])
+    assert found.present == {BLOB.sha256}
 
 
 async def test_a_fetch_reports_nodes_that_do_not_answer_and_a_dropped_job_ends_it(start: Start, http: BlobHttp) -> None:
