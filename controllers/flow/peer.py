@@ -180,15 +180,18 @@ class JobPeer:
     async def _has_room(self, prompt: Prompt, due: Sequence[PromptRef]) -> bool:
         """Reserve room for the blobs of a prompt; return whether the node's store has any.
 
-        The oldest prompt of `due` gets the room of younger groups, the youngest first: groups that are in no seal are
-        dropped, and their prompts sampled again.
+        It gets the room of duplicates. The oldest prompt of `due` also gets that of younger groups, the youngest first:
+        groups that are in no seal are dropped, and their prompts sampled again.
         """
         if self.media is None:
             return True
         view = self.look()
         position = partial(stream_position, view)
         while not await self.media.reserve(prompt):
-            held = self._youngest_unsealed(view)
+            duplicate, held = self._duplicate(view), self._youngest_unsealed(view)
+            if duplicate is not None:
+                await self._give_up_room(duplicate)
+                continue
             if held is None or prompt.ref != min(due, key=position) or position(held) < position(prompt.ref):
                 self._warnings.hold(
                     NO_ROOM, "the blob store of this node has no room for the pictures of further prompts"
@@ -197,6 +200,10 @@ class JobPeer:
             await self._give_up_room(held)
         self._warnings.hold(NO_ROOM, "")
         return True
+
+    def _duplicate(self, view: JobView) -> PromptRef | None:
+        """A prompt whose group an open seal takes from another peer (`JobView.duplicates`); None if there is none."""
+        return next((group.ref for group in view.duplicates if group.ref in self.buffer.offers), None)
 
     def _youngest_unsealed(self, view: JobView) -> PromptRef | None:
         """The youngest prompt whose group is in no seal; None if there is none."""
@@ -215,7 +222,7 @@ class JobPeer:
 
         Groups that this peer holds, and prompts that it samples, may take all the room. Then no rank here gets the blobs of
         other nodes, and the step never ends. If the ranks lack the same bytes for `STALLED_S`, room is reserved for their
-        transfers, and groups in no seal are dropped for it, the youngest first.
+        transfers. Duplicates are dropped for it, and then groups in no seal, the youngest first.
         """
         assert self.media is not None
         lacking, since, reserved = 0, self.clock.monotonic(), False
@@ -230,7 +237,11 @@ class JobPeer:
             if self.clock.monotonic() - since < STALLED_S:
                 continue
             reserved = await self.media.reserve_for_ranks(lacking)
-            if not reserved and (held := self._youngest_unsealed(view)) is not None:
+            if reserved:
+                continue
+            duplicate = self._duplicate(view)
+            held = self._youngest_unsealed(view) if duplicate is None else duplicate
+            if held is not None:
                 log.info("group %s is dropped: a train rank of this node has no room for blobs of other nodes", held)
                 await self._give_up_room(held)
                 reserved = await self.media.reserve_for_ranks(lacking)

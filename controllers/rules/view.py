@@ -450,6 +450,12 @@ class JobView:
         """The groups that this peer holds and that no seal of an open step contains, oldest first."""
         return self.remembered.get("unsealed", (self.holdings, self.mirror.seals), self._unsealed)
 
+    @property
+    def duplicates(self) -> tuple[OfferedGroup, ...]:
+        """The groups that this peer holds of prompts whose group or outcome an open seal takes from another peer."""
+        sealed, taken = sealed_refs(self._seals), {group.digest for seal in self._seals for group in seal.groups}
+        return tuple(g for ref, g in sorted(self.holdings.items()) if ref in sealed and g.digest not in taken)
+
     def _unsealed(self) -> tuple[OfferedGroup, ...]:
         sealed = sealed_refs(self._seals)
         return tuple(g for ref, g in sorted(self.holdings.items()) if ref not in sealed)

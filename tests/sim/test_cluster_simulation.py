@@ -109,9 +109,10 @@ def test_pictures_of_tools_are_trained_while_stores_lose_blobs_and_restart(
     assert any("lose" in line and "blobs" in line for line in ended.history)
 
 
-def test_a_rank_gets_room_for_blobs_of_another_node() -> None:
-    """Once its own node's store was full of groups in no seal, and the job sealed the same step without end."""
-    ended = tell_story(Story.of(722))
+@pytest.mark.parametrize("seed", [722, 3499])
+def test_a_rank_gets_room_for_blobs_of_another_node(seed: int) -> None:
+    """The store of its own node is full of groups in no seal (722), or of duplicates of sealed ones (3499)."""
+    ended = tell_story(Story.of(seed))
     assert not ended.wrong, ended.why
 
 

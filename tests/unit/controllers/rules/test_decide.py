@@ -318,6 +318,27 @@ def test_samples_whose_blobs_a_rank_fetches_are_not_sent_again_and_not_ready() -
     assert not {FeedRank, FindBlobs, MarkBatchReady} & kinds(with_fetching_ranks(view, seal, 10))
 
 
+def test_a_node_knows_the_bytes_that_its_own_ranks_lack() -> None:
+    view, seal = with_sealed_step(running(), holder=PEER)
+    fetching = with_fetching_ranks(view, seal, 10)
+    nodes = [place.node for place in view.plan.ranks]
+    assert {node: fetching.lacking_bytes(node) for node in {*nodes, "other"}} == {
+        node: 90 * len(seal.groups) * nodes.count(node) for node in {*nodes, "other"}
+    }
+    assert view.lacking_bytes(nodes[0]) == 0
+
+
+def test_a_held_group_is_a_duplicate_if_a_seal_takes_its_prompt_from_another_peer() -> None:
+    view, seal = with_sealed_step(running(), holder=PEER)
+    ours, theirs = (offered_group(group.ref) for group in seal.groups[:2])
+    spare = offered_group(PromptRef(0, 0, 99))
+    theirs = theirs.model_copy(update={"digest": "other"})
+    view = replace(view, holdings={group.ref: group for group in (ours, theirs, spare)})
+    assert ours.digest == seal.groups[0].digest
+    assert view.duplicates == (theirs,)
+    assert view.unsealed == (spare,)
+
+
 def test_each_fetched_byte_restarts_the_transfer_timeout() -> None:
     view, seal = with_sealed_step(running(), holder=PEER)
     conditions = [

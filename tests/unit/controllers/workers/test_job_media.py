@@ -679,8 +679,8 @@ class Holder:
 
     def __init__(self, media: JobMedia, held: Sequence[int]) -> None:
         self.media, self.buffer, self.changes = media, GroupBuffer(), SimpleNamespace(notify=lambda: None)
-        self.clock, self.lacking = FakeClock(), 0
-        """`lacking`: bytes of blobs that ranks of this node lack."""
+        self.clock, self.lacking, self.duplicates = FakeClock(), 0, set[int]()
+        """`lacking`: bytes of blobs that ranks of this node lack. `duplicates`: prompts whose group is taken from another peer."""
         self.warnings: list[str] = []
         self._warnings = SimpleNamespace(hold=lambda topic, sentence: self.warnings.append(sentence))
         sample = Sample((1,), (0.0,), "a", "stop", (VersionSpan(Version(0, 0), 0, 1),))
@@ -690,12 +690,14 @@ class Holder:
     def look(self) -> Any:
         shape = SimpleNamespace(position=lambda ref: ref.seq)
         return SimpleNamespace(
-            unsealed=tuple(self.buffer.offers.values()),
+            unsealed=tuple(one for ref, one in self.buffer.offers.items() if ref.seq not in self.duplicates),
+            duplicates=tuple(one for ref, one in self.buffer.offers.items() if ref.seq in self.duplicates),
             rules=SimpleNamespace(shape=shape),
             me="here.1",
             lacking_bytes=lambda node: self.lacking if node == "here" else 0,
         )
 
+    _duplicate: Any = JobPeer._duplicate
     _youngest_unsealed: Any = JobPeer._youngest_unsealed
     _give_up_room: Any = JobPeer._give_up_room
     make_room_for_ranks: Any = JobPeer.make_room_for_ranks
@@ -748,6 +750,34 @@ async def test_a_rank_without_room_for_blobs_of_other_nodes_gets_that_of_the_you
         peer.lacking = 100  # there is room, but the transfer is slow
         await peer.clock.advance(3 * STALLED_S)
         assert peer.held == {2}
+    finally:
+        running.cancel()
+
+
+async def holder_of_a_duplicate() -> Holder:
+    """A peer whose store has room for two groups, of which the older one is a duplicate."""
+    media = media_of(StoreClient(), set(), FakeClock())
+    for number in (2, 3):
+        await media.in_request(of_picture(number), trained=True)
+    peer = Holder(media, [2, 3])
+    peer.duplicates = {2}
+    return peer
+
+
+async def test_a_prompt_gets_the_room_of_a_duplicate_of_a_sealed_group() -> None:
+    peer = await holder_of_a_duplicate()
+    assert await peer.has_room(4, 4), "also one that is younger than all groups"
+    assert peer.held == {3}
+    assert not peer.buffer.reissues
+
+
+async def test_a_rank_gets_the_room_of_a_duplicate_before_that_of_other_groups() -> None:
+    peer = await holder_of_a_duplicate()
+    peer.lacking = 100
+    running = asyncio.create_task(peer.make_room_for_ranks())
+    try:
+        await peer.clock.advance(STALLED_S + 2)
+        assert peer.held == {3}
     finally:
         running.cancel()
 
