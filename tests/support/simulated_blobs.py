@@ -253,7 +253,7 @@ class NoTools:
     """The tools of that environment: it has none."""
 
     waits = None
-    """Nobody does, for a process."""
+    """Called while a response waits for a process; there is none."""
 
     def within(self, *_: Any) -> NoTools:
         return self

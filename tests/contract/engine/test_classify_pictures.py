@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import re
 from collections.abc import AsyncIterator, Iterator
@@ -12,20 +11,21 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import picture_requests
 import pytest
 import torch
 from engine_contract import post
 from engine_processes import engine_process
+from picture_requests import short, store_picture, text_of
 from tiny_classifiers import make_tiny_classifier, make_tiny_seeing_classifier
 from transformers import AutoModelForSequenceClassification
 
 from gcore.errors import EngineError
-from gcore.media.protocol import blob_path
 from gcore.models.vision import PictureProcessor, picture_arguments
 from gcore.rollout.api import RequestPictures
 from gcore.rollout.client import EngineClient
-from gcore.testing.vision_models import IMAGE, VISION_END, VISION_START, make_picture
-from gcore.types import Medium, Version
+from gcore.testing.vision_models import IMAGE, make_picture
+from gcore.types import Version
 
 TOLERANCE = 1e-4
 
@@ -67,25 +67,12 @@ async def client(seeing: Seeing) -> AsyncIterator[EngineClient]:
     await client.close()
 
 
-def short(*texts: list[int]) -> list[int]:
-    """Texts with a picture between each two."""
-    ids = list(texts[0])
-    for text in texts[1:]:
-        ids += [VISION_START, IMAGE, VISION_END, *text]
-    return ids
-
-
 def placeholders(seeing: Seeing, height: int, width: int) -> int:
     return 4 if seeing.kind == "gemma3" else height * width // 256
 
 
 def expanded(seeing: Seeing, ids: list[int], sizes: list[tuple[int, int]]) -> list[int]:
-    left = iter([placeholders(seeing, *size) for size in sizes])
-    return [one for token in ids for one in ([token] * next(left) if token == IMAGE else [token])]
-
-
-def text_of(picture: bytes) -> str:
-    return base64.b64encode(picture).decode()
+    return picture_requests.expanded(ids, [placeholders(seeing, *size) for size in sizes])
 
 
 @cache
@@ -148,15 +135,6 @@ async def test_one_question_is_answered_with_an_object(seeing: Seeing, http: htt
     assert "prompt_token_ids" not in answer
 
 
-def stored(seeing: Seeing, picture: bytes) -> Medium:
-    """Put a picture into the engine's folder of blobs."""
-    medium = Medium("picture", hashlib.sha256(picture).hexdigest(), len(picture), (32, 32, 3), "uint8")
-    path = seeing.blobs / blob_path(medium.sha256)
-    path.parent.mkdir(exist_ok=True)
-    path.write_bytes(picture)
-    return medium
-
-
 async def test_the_client_sends_paths_and_checks_the_tokens_that_the_engine_reports(
     seeing: Seeing, client: EngineClient
 ) -> None:
@@ -167,7 +145,7 @@ async def test_the_client_sends_paths_and_checks_the_tokens_that_the_engine_repo
         assert node == "n"
         return str(seeing.blobs)
 
-    given = RequestPictures((stored(seeing, picture),), len(ids), tuple(whole), provide)
+    given = RequestPictures((store_picture(seeing.blobs, picture),), len(ids), tuple(whole), provide)
     scores = await client.classify([[4, 5], ids], rid="a", pictures=[None, await given.at_node("n")])
     assert scores == tuple(
         pytest.approx(plain(seeing.model, tokens, shown), abs=TOLERANCE)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import io
 import shutil
@@ -17,6 +16,7 @@ import pytest
 import torch
 from engine_contract import FIRST, OF_SGLANG, TOLERANCE, generate, post, spans
 from engine_processes import HF, TORCH, SglangProcess, engine_process
+from picture_requests import expanded, short, store_picture, text_of
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from trainer_process import Trainer, free_port, joined, updated
@@ -34,7 +34,7 @@ from gcore.testing.vision_models import (
     make_picture,
     make_tiny_vision_model,
 )
-from gcore.types import Medium, Sample
+from gcore.types import Sample
 
 pytestmark = pytest.mark.timeout(900)  # SGLang imports all of its models when it starts
 
@@ -78,23 +78,6 @@ async def http(seeing: Seeing) -> AsyncIterator[httpx.AsyncClient]:
 
 FRONT_END = pytest.mark.parametrize("seeing", ["torch", "hf"], indirect=True)
 """The engines behind gcore's own HTTP front end."""
-
-
-def short(*texts: list[int]) -> list[int]:
-    """Texts with a picture between each two."""
-    ids = list(texts[0])
-    for text in texts[1:]:
-        ids += [VISION_START, IMAGE, VISION_END, *text]
-    return ids
-
-
-def expanded(ids: list[int], counts: list[int]) -> list[int]:
-    left = iter(counts)
-    return [one for token in ids for one in ([token] * next(left) if token == IMAGE else [token])]
-
-
-def text_of(picture: bytes) -> str:
-    return base64.b64encode(picture).decode()
 
 
 @cache
@@ -231,18 +214,9 @@ async def test_media_tokens_have_no_probability_for_weights_that_favour_them(
     assert float(table[len(whole) - 40 :, [VISION_START, IMAGE]].exp().sum(-1).max()) > 0.9  # without the mask
 
 
-def stored(seeing: Seeing, picture: bytes) -> Medium:
-    """Put a picture into the engine's folder of blobs."""
-    medium = Medium("picture", hashlib.sha256(picture).hexdigest(), len(picture), (32, 32, 3), "uint8")
-    path = seeing.blobs / blob_path(medium.sha256)
-    path.parent.mkdir(exist_ok=True)
-    path.write_bytes(picture)
-    return medium
-
-
 async def test_a_picture_may_be_a_path_or_a_data_url(seeing: Seeing, http: httpx.AsyncClient) -> None:
     picture, ids = make_picture(32, 32, seed=6), short([4, 9], [7])
-    path = seeing.blobs / blob_path(stored(seeing, picture).sha256)
+    path = seeing.blobs / blob_path(store_picture(seeing.blobs, picture).sha256)
     for given in (str(path), f"file://{path}", f"data:image/png;base64,{text_of(picture)}"):
         check(seeing, await answered(seeing, http, ids, [given]), expanded(ids, [4]), [picture])
 
@@ -250,7 +224,7 @@ async def test_a_picture_may_be_a_path_or_a_data_url(seeing: Seeing, http: httpx
 @FRONT_END
 async def test_a_picture_may_be_a_blob(seeing: Seeing, http: httpx.AsyncClient) -> None:
     picture, ids = make_picture(32, 32, seed=7), short([4, 9], [7])
-    answer = await answered(seeing, http, ids, [{"blob": f"sha256:{stored(seeing, picture).sha256}"}])
+    answer = await answered(seeing, http, ids, [{"blob": f"sha256:{store_picture(seeing.blobs, picture).sha256}"}])
     check(seeing, answer, expanded(ids, [4]), [picture])
 
 
@@ -272,7 +246,7 @@ async def test_the_client_sends_paths_and_checks_the_prompt_that_the_engine_repo
         return str(seeing.blobs)
 
     given = RequestPictures(
-        tuple(stored(seeing, one) for one in pictures), len(ids), tuple(expanded(ids, [4, 8])), provide
+        tuple(store_picture(seeing.blobs, one) for one in pictures), len(ids), tuple(expanded(ids, [4, 8])), provide
     )
     made: list[tuple[int, Sample]] = []
     growing = ProgressCallback(4, lambda place, sample: made.append((place, sample)))

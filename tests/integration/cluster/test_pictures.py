@@ -90,6 +90,19 @@ def parse(answer, spec):
 """
 
 
+def seeing_judge(model: Path, parser: str) -> dict[str, Any]:
+    """The section of a judge that sees pictures, on one engine."""
+    return {
+        "name": "eye",
+        "model": {"path": str(model)},
+        "images": True,
+        "template": "{{ prompt }}{{ response }}",
+        "max_new_tokens": 2,
+        "verdict": {"parser": parser},
+        "serving": {"replicas": 1},
+    }
+
+
 def test_a_judge_on_one_node_and_rewards_of_all_nodes_see_the_pictures(spec: Path, tmp_path: Path) -> None:
     make_tiny_vision_model(tmp_path / "judge", seed=2)
     settings = tmp_path / "judge" / "preprocessor_config.json"
@@ -97,16 +110,7 @@ def test_a_judge_on_one_node_and_rewards_of_all_nodes_see_the_pictures(spec: Pat
     settings.write_text(json.dumps(json.loads(settings.read_text()) | small))
     (tmp_path / "seeing.py").write_text(REWARD)
     tree = yaml.safe_load(spec.read_text())
-    judge = {
-        "name": "eye",
-        "model": {"path": str(tmp_path / "judge")},
-        "images": True,
-        "template": "{{ prompt }}{{ response }}",
-        "max_new_tokens": 2,
-        "verdict": {"parser": "seeing.py:parse"},
-        "serving": {"replicas": 1},
-    }
-    tree["judges"] = [judge]
+    tree["judges"] = [seeing_judge(tmp_path / "judge", "seeing.py:parse")]
     tree["reward"] = [{"judge": "eye"}, {"file": "seeing.py:score", "label": "opened"}]
     tree["flow"]["steps"] = 2
     spec.write_text(yaml.safe_dump(tree))
@@ -165,16 +169,7 @@ def test_responses_with_pictures_of_a_tool_are_trained_and_evaluated(spec: Path,
     }
     tree["rollout"] |= {"max_new_tokens": 8, "stop": ["1", "2", "3"], "truncated": "keep"}
     make_tiny_vision_model(tmp_path / "judge", seed=2)
-    judge = {
-        "name": "eye",
-        "model": {"path": str(tmp_path / "judge")},
-        "images": True,
-        "template": "{{ prompt }}{{ response }}",
-        "max_new_tokens": 2,
-        "verdict": {"parser": "zoom.py:parse"},
-        "serving": {"replicas": 1},
-    }
-    tree["judges"] = [judge]
+    tree["judges"] = [seeing_judge(tmp_path / "judge", "zoom.py:parse")]
     tree["reward"] = [{"name": "environment"}, {"file": "zoom.py:opened", "weight": 0}, {"judge": "eye", "weight": 0}]
     tree["flow"] |= {"steps": 2, "groups_per_step": 4}
     tree["eval"] = {"path": tree["data"]["path"], "every": 2, "limit": 4}
