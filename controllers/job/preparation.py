@@ -71,15 +71,11 @@ def check_unchanged(job: JobRecord, data: DataIdentity) -> None:
         )
 
 
-class ProcessorDiffers(DataChanged):
-    """A node's model has other settings of the image processor than the job was created with."""
-
-
 def check_processor(job: JobRecord, prompts: JobPrompts, model_dir: Path) -> None:
-    """Raise ProcessorDiffers if engines and ranks of this node would make other tensors of pictures than those of the node
+    """Raise DataChanged if engines and ranks of this node would make other tensors of pictures than those of the node
     that created the job. `model_dir`: the model on this node."""
     if job.picture_settings and prompts.picture_settings != job.picture_settings:
-        raise ProcessorDiffers(
+        raise DataChanged(
             "the settings of the model's image processor differ from those with which the job was created",
             where=str(model_dir),
             fix="Copy preprocessor_config.json or processor_config.json from a node where the job runs",

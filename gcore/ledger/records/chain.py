@@ -272,8 +272,8 @@ class Seal(Record):
     sequence_parallel: PositiveInt = 1
     """Number of consecutive ranks that compute each sample together (a sequence group). It divides `world_size`."""
     near: dict[str, tuple[NonNegativeInt, ...]] = Field(default_factory=dict)
-    """For each holder of groups with blobs: the sequence groups, ascending, all of whose ranks are on its node, whose store
-    has the blobs. Empty without blobs."""
+    """For each holder of groups with blobs: the sequence groups, ascending, with a rank on its node, whose store has the
+    blobs. Empty without blobs."""
 
     @property
     def collects(self) -> bool:

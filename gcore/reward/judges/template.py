@@ -500,24 +500,33 @@ class Question:
         question = "".join(pieces)
         if not self._images:
             return AskedQuestion(question)
-        shown = dict(zip(_MARKS, ("the prompt", *(f"{name!r}" for name in responses)), strict=False))
-        of = dict(zip(_MARKS, (prompt.pictures, *map(tool_pictures, responses.values())), strict=False))
-        for mark in _MARKS:
-            self._check_count(question.count(mark), len(of.get(mark, ())), shown.get(mark, "the entry"))
-        left = {mark: iter(pictures) for mark, pictures in of.items()}
-        pictures = tuple(next(left[mark]) for mark in _ANY_MARK.findall(question))
-        return AskedQuestion(_ANY_MARK.sub(IMAGE_MARK, question), pictures)
+        left = {}
+        seen = {"prompt": prompt.pictures} | {name: tool_pictures(response) for name, response in responses.items()}
+        for mark, (name, pictures) in zip(_MARKS, [*seen.items(), ("", ())], strict=False):
+            if (count := question.count(mark)) != len(pictures):
+                raise self._miscounted(count, len(pictures), name)
+            left[mark] = iter(pictures)
+        shown = tuple(next(left[mark]) for mark in _ANY_MARK.findall(question))
+        return AskedQuestion(_ANY_MARK.sub(IMAGE_MARK, question), shown)
 
-    def _check_count(self, shown: int, count: int, whose: str) -> None:
-        if shown == count:
-            return
-        if whose == "the prompt":
-            fix = "Show each picture once: by {{ images }}, or by {{ prompt }}, which has them in their places"
-        else:
-            name = whose.strip("'")
-            fix = f"Show each picture once: by {{{{ {name} }}}}, which has them at its end, or by {{{{ {images_of(name)} }}}}"
-        raise JudgeError(
-            f"the template of judge {self._judge!r} shows {shown} pictures, but {whose} has {count}", fix=fix
+    def _miscounted(self, shown: int, count: int, name: str) -> JudgeError:
+        """The error about pictures that are not shown once each. `name`: of the variable with them; empty: a mark that only
+        the entry's fields can have."""
+        if not name:
+            what, fix = (
+                "the entry's fields have characters that stand for pictures",
+                "Remove U+FDD0 to U+FDD2 from the data",
+            )
+            return JudgeError(what, fix=fix)
+        places = (
+            "{{ images }}, or by {{ prompt }}, which has them in their places"
+            if name == "prompt"
+            else f"{{{{ {name} }}}}, which has them at its end, or by {{{{ {images_of(name)} }}}}"
+        )
+        owner = "the prompt" if name == "prompt" else repr(name)
+        return JudgeError(
+            f"the template of judge {self._judge!r} shows {shown} pictures, but {owner} has {count}",
+            fix=f"Show each picture once: by {places}",
         )
 
     def _seen(self, prompt: Prompt, responses: Mapping[str, str]) -> dict[str, str]:
