@@ -130,7 +130,7 @@ def test_each_picture_of_a_tool_is_shown_once(template: str) -> None:
         Question.compile(spec(template), "judges.0", WRITTEN).about(prompt(1), answer("3", 8, 9))
 
 
-def test_an_entry_with_a_character_that_stands_for_pictures_is_named() -> None:
+def test_fields_with_a_character_reserved_for_pictures_are_refused() -> None:
     template = "{{ images }}{{ response }}{{ fields.note }}"
     shown = Prompt(PromptRef(0, 0, 0), "", (1,), {"note": "\ufdd2"}, pictures=(picture(1),))
     with pytest.raises(JudgeError, match=r"the entry's fields have characters .* Remove U\+FDD0 to U\+FDD2"):
