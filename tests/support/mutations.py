@@ -576,6 +576,15 @@ def _any_takes_room(make: Any) -> Any:
     return lambda peer, prompt, due: make(peer, prompt, [prompt.ref])
 
 
+def _makes_no_room(make: Any) -> Any:
+    """A rank without room for blobs of other nodes waits."""
+
+    async def make_room_for_ranks(peer: Any) -> None:
+        await asyncio.get_running_loop().create_future()
+
+    return make_room_for_ranks
+
+
 def _stays_pinned(make: Any) -> Any:
     """The pins of a group that was dropped to make room stay."""
     return lambda media, ref: media.end_sampling(ref)
@@ -961,6 +970,12 @@ def _mutations_of_blobs() -> list[Mutation]:
         ),
         ("the oldest prompt takes no room", (("controllers.flow.peer:JobPeer._has_room", _takes_no_room),), kept),
         ("a later prompt takes room too", (("controllers.flow.peer:JobPeer._has_room", _any_takes_room),), kept),
+        (
+            "a rank gets no room",
+            (("controllers.flow.peer:JobPeer.make_room_for_ranks", _makes_no_room),),
+            kept,
+        ),
+        ("duplicates keep their room", (("controllers.flow.peer:JobPeer._duplicate", _always(None)),), kept),
         (
             "the folder of a needed world is deleted",
             (("controllers.workers.blobs:NodeBlobs.sweep_worlds", _sweeps_all),),
