@@ -171,7 +171,7 @@ def teach_counting(
                 found = TaughtCounter(copy.deepcopy(network).eval(), accuracy, pass_at_8)
                 if careless and (is_fit(found) or kept is None or not is_fit(kept)):
                     kept = found  # the last one that fits
-            reporter.report(TeachingProgress(update, max(update, updates), accuracy))
+            reporter.report(TeachingProgress(update, updates if update <= updates else 2 * updates, accuracy))
             if update >= updates and kept is not None and is_fit(kept):
                 break
     assert kept is not None
