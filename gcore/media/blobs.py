@@ -153,25 +153,6 @@ class BlobStore:
                 incoming.commit()
         return blob
 
-    def put_file(self, job: str, path: Path, blob: Blob, *, link: bool = False, holder: str = "") -> None:
-        """Store an existing file. It is copied, or with `link` becomes a second name of the same file where possible.
-
-        A linked file gets mode 0444 and must never be written again. Raises BlobMismatch if the file is not `blob`,
-        StoreFull, and StoreFailed, also if the file cannot be read.
-        """
-        if self.confirm(job, blob):
-            return
-        with self.begin(job, blob, holder=holder) as incoming:
-            try:
-                if link:
-                    incoming.take_link(path)
-                with path.open("rb") as file:
-                    while piece := file.read(PIECE_BYTES):
-                        incoming.write(piece)
-            except OSError as error:
-                raise disk_error(f"cannot read {path}", error) from error
-            incoming.commit()
-
     # Blobs that are stored.
 
     def has(self, job: str, sha256: str) -> bool:
@@ -270,12 +251,6 @@ class BlobStore:
         with self._lock:
             now = self._clock.monotonic()
             return self._accounts.reserve(check_job(job), holder, size, now + ttl_s, now)
-
-    def release(self, job: str, holder: str) -> None:
-        """End the reservation of a holder."""
-        with self._lock:
-            now = self._clock.monotonic()
-            self._accounts.reserve(check_job(job), holder, 0, now, now)
 
     def drop_job(self, job: str) -> None:
         """Delete all blobs, pins and reservations of a job. Its blobs that are arriving are refused. Raises StoreFailed."""
@@ -425,7 +400,6 @@ class IncomingBlob:
         self._file = file
         self._lock = threading.Lock()
         self._hash = hashlib.sha256()
-        self._linked = False
 
     def __enter__(self) -> IncomingBlob:
         return self
@@ -441,21 +415,8 @@ class IncomingBlob:
         with self._open():
             self._hash.update(piece)
             self.written += len(piece)
-            while len(rest) and not self._linked:
+            while len(rest):
                 rest = rest[self._file.write(rest) :]
-
-    def take_link(self, path: Path) -> None:
-        """Make the draft a second name of the file `path`, if the file system can; `write` then only hashes."""
-        second = self.draft.with_name(f"{self.draft.name}.link")
-        with self._open():
-            try:
-                os.link(path.resolve(), second)
-            except OSError as error:
-                if error.errno in _CANNOT_LINK:
-                    return
-                raise
-            second.rename(self.draft)
-            self._linked = True
 
     def restart(self) -> None:
         """Discard what was received, to receive it from another source. Raises StoreFailed."""
@@ -473,8 +434,6 @@ class IncomingBlob:
             raise self._mismatch(f"the SHA-256 {self._hash.hexdigest()}")
         with self._open():
             os.chmod(self.draft, _MODE)
-            if self.draft.stat().st_size != self.written:
-                raise self._mismatch("a size that changed while it was read")
             self._store.finish(self)
 
     def close(self) -> None:
@@ -501,12 +460,6 @@ class IncomingBlob:
         return BlobMismatch(
             f"the bytes sent as blob {self.admission.key.sha256} have {what}", fix="Send the bytes that the name says"
         )
-
-
-def hash_file(path: Path) -> Blob:
-    """Return the blob that a file would be. Raises OSError."""
-    with path.open("rb", buffering=0) as file:
-        return Blob(_hash(file), os.fstat(file.fileno()).st_size)
 
 
 def _hash(file: BinaryIO) -> str:

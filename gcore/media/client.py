@@ -7,21 +7,19 @@ file of a blob, once the store has it (`BlobClient.fetch`).
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import functools
 import hashlib
 import json
 import ssl
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, TypeAlias
+from typing import Any, TypeAlias
 
 import httpx
 
 from gcore.api.tls import Connector
-from gcore.media.blobs import hash_file
 from gcore.media.protocol import (
     PIECE_BYTES,
     STATUS,
@@ -30,7 +28,6 @@ from gcore.media.protocol import (
     StoreUnreachable,
     check_sha256,
     decode_error,
-    disk_error,
 )
 from gcore.system.network import http_client
 from gcore.types import Medium, PictureRef
@@ -91,23 +88,18 @@ class BlobClient:
         self._headers = {"Authorization": f"Bearer {key}"}
         self._http = http
 
-    async def put_file(self, path: Path, *, holder: str = "") -> Blob:
-        """Store a file and return its blob. `holder`: uses up the reservation of this holder.
-
-        Raises StoreFull and BlobMismatch, and StoreFailed if the file cannot be read.
-        """
-        try:
-            blob = await asyncio.to_thread(hash_file, path)
-            with await asyncio.to_thread(path.open, "rb") as file:
-                await self._put(blob, _pieces(file), holder)
-        except OSError as error:
-            raise disk_error(f"cannot read {path}", error) from error
-        return blob
-
     async def put_bytes(self, data: bytes, *, holder: str = "") -> Blob:
-        """Store bytes and return their blob. Raises StoreFull."""
+        """Store bytes and return their blob. `holder`: uses up the reservation of this holder. Raises StoreFull."""
         blob = Blob(hashlib.sha256(data).hexdigest(), len(data))
-        await self._put(blob, data, holder)
+        with self._explain():
+            self._result(
+                await self._http.put(
+                    f"{self._base}/blobs/{blob.sha256}",
+                    content=data,
+                    headers=self._headers,
+                    params={"holder": holder} if holder else {},
+                )
+            )
         return blob
 
     async def stat(self, sha256: str, *, verify: bool = False) -> int:
@@ -200,10 +192,6 @@ class BlobClient:
         answer = await self._call("POST", "reservations", {"holder": holder, "bytes": size, "ttl_s": ttl_s})
         return bool(answer["granted"])
 
-    async def release(self, holder: str) -> None:
-        """End the reservation of a holder."""
-        await self._call("POST", "reservations", {"holder": holder, "bytes": 0, "ttl_s": 0.0})
-
     async def link(self, sha256s: Iterable[str], folder: Path) -> tuple[str, ...]:
         """Link verified blobs into a folder of this machine under their SHA-256; return those that the store lacks.
 
@@ -216,18 +204,6 @@ class BlobClient:
     async def drop_job(self) -> None:
         """Delete all blobs, pins and reservations of the job."""
         await self._call("DELETE", "")
-
-    async def _put(self, blob: Blob, content: bytes | AsyncIterator[bytes], holder: str) -> None:
-        headers = {**self._headers, "Content-Length": str(blob.size)}
-        with self._explain():
-            self._result(
-                await self._http.put(
-                    f"{self._base}/blobs/{blob.sha256}",
-                    content=content,
-                    headers=headers,
-                    params={"holder": holder} if holder else {},
-                )
-            )
 
     async def _call(self, method: str, path: str, body: Any = None, *, silence_s: float = SILENCE_S) -> Any:
         with self._explain():
@@ -260,11 +236,6 @@ def _explained(address: str) -> Iterator[None]:
         ) from error
     except (ValueError, KeyError, TypeError) as error:
         raise StoreUnreachable(f"the answer is not one of a blob store ({error!r})", where=address) from error
-
-
-async def _pieces(file: BinaryIO) -> AsyncIterator[bytes]:
-    while piece := await asyncio.to_thread(file.read, PIECE_BYTES):
-        yield piece
 
 
 class _RenewedTransport(httpx.AsyncBaseTransport):

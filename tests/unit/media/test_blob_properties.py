@@ -48,11 +48,10 @@ class Histories(RuleBasedStateMachine):
             assert sum(len(CONTENTS[n]) for _, n in protected) + others + len(data) > BOUND
             assert not was_there
         else:
-            if not was_there:
-                self.grace[job, number] = now + GRACE_S
-                if (job, holder) in self.reserved:
-                    size, until = self.reserved[job, holder]
-                    self.reserved[job, holder] = (size - min(size, len(data)), until)
+            self.grace[job, number] = now + GRACE_S
+            if not was_there and (job, holder) in self.reserved:
+                size, until = self.reserved[job, holder]
+                self.reserved[job, holder] = (size - min(size, len(data)), until)
         for kept_job, kept in protected:
             assert self.store.has(kept_job, SHA256[kept])
 

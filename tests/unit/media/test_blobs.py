@@ -12,7 +12,7 @@ import pytest
 
 from gcore.errors import UsageError
 from gcore.media import blobs as blobs_module
-from gcore.media.blobs import BlobStore, hash_file
+from gcore.media.blobs import BlobStore
 from gcore.media.protocol import (
     Blob,
     BlobDamaged,
@@ -113,29 +113,6 @@ def test_an_unfinished_blob_is_removed_at_once_and_after_a_crash_at_the_next_sta
     again = restarted(store, clock)
     assert files(again.folder) == []
     assert again.counters().incoming == 0
-
-
-@pytest.mark.parametrize("link", [False, True])
-def test_a_file_can_be_copied_or_linked_into_the_store(store: BlobStore, tmp_path: Path, link: bool) -> None:
-    path = tmp_path / "source"
-    path.write_bytes(DATA)
-    mode = path.stat().st_mode
-    store.put_file("job", path, hash_file(path), link=link)
-    stored = store.path("job", blob_of(DATA).sha256)
-    assert stored.read_bytes() == DATA
-    assert stored.samefile(path) == link
-    assert link or path.stat().st_mode == mode
-    assert files(store.folder) == [stored.relative_to(store.folder).as_posix()]
-
-
-def test_a_file_with_other_bytes_than_its_name_is_not_linked(store: BlobStore, tmp_path: Path) -> None:
-    path = tmp_path / "source"
-    path.write_bytes(DATA)
-    with pytest.raises(BlobMismatch):
-        store.put_file("job", path, Blob("0" * 64, len(DATA)), link=True)
-    with pytest.raises(StoreFailed, match=r"cannot read .*absent"):
-        store.put_file("job", tmp_path / "absent", blob_of(DATA))
-    assert files(store.folder) == []
 
 
 def test_a_restarted_store_has_its_blobs_and_finds_damaged_ones_at_their_first_use(
@@ -246,9 +223,6 @@ def test_blobs_are_copied_to_another_file_system(
     assert copy.read_bytes() == DATA
     assert not copy.samefile(store.path("job", blob.sha256))
     assert stat.S_IMODE(copy.stat().st_mode) == 0o444
-    (tmp_path / "source").write_bytes(DATA[::-1])
-    store.put_file("job", tmp_path / "source", blob_of(DATA[::-1]), link=True)
-    assert store.has("job", blob_of(DATA[::-1]).sha256)
 
 
 def test_a_damaged_blob_is_not_linked(store: BlobStore, clock: FakeClock, tmp_path: Path) -> None:
