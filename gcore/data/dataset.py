@@ -78,6 +78,7 @@ def find_files(path: Path, declared: DataFormat, split: str | None) -> DataFiles
 
 
 def _found(path: Path, declared: DataFormat, split: str | None) -> DataFiles:
+    path.stat()  # a missing file has no kind
     kind = _kind(path) if declared == "auto" else declared
     if kind == "jsonl":
         if split is not None:

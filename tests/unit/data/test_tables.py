@@ -236,6 +236,16 @@ def test_a_jsonl_file_has_no_split(tmp_path: Path, cache: Path, declared: str) -
     assert "has no splits, but split is 'train'" in str(error_of(path, cache, format=declared, split="train"))
 
 
+@pytest.mark.parametrize("declared", ["auto", "jsonl", "parquet", "hf"])
+@pytest.mark.parametrize("name", ["data", "data.jsonl", "data.parquet"])
+def test_missing_data_are_reported_before_a_wrong_format_or_split(
+    tmp_path: Path, cache: Path, declared: str, name: str
+) -> None:
+    error = str(error_of(tmp_path / name, cache, format=declared, split="train"))
+    assert "no such file or directory" in error
+    assert "has no split" not in error
+
+
 def test_a_parquet_file_is_known_by_its_content_whatever_its_name(tmp_path: Path, cache: Path) -> None:
     assert len(open_dataset(write_parquet(tmp_path / "data", ROWS), cache)) == len(ROWS)
     assert "has no split" in str(error_of(write_parquet(tmp_path / "one.parquet", ROWS), cache, split="train"))
