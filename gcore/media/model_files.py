@@ -134,6 +134,13 @@ def _read_object(path: Path, *, optional: bool = False) -> dict[str, Any]:
         return {}
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        there = path.parent.is_dir()
+        raise DataError(
+            f"the folder is not a model: it has no {path.name}" if there else "the model folder does not exist",
+            where=str(path.parent),
+            fix="Name the folder of a Hugging Face model" if there else "Name an existing folder",
+        ) from error
     except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"cannot read the file ({error})", where=str(path), fix="Save the model again") from error
     if not isinstance(value, dict):

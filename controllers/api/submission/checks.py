@@ -135,6 +135,8 @@ def check_picture_model(spec: JobSpec, folder: Path) -> None:
     Raises SpecError.
     """
     served, kind = PICTURE_MODELS.get(spec.rollout.engine), read_config(folder).get("model_type")
+    if kind is None:  # no model is there, which loading its tokenizer reports
+        return
     if uses_pictures(spec) and served is not None and kind not in served:
         raise SpecError(
             f"the engine {spec.rollout.engine} serves pictures only of models of the type {', '.join(served)}, not {kind}",

@@ -177,6 +177,7 @@ def test_an_engine_that_serves_no_pictures_of_a_model_is_refused_by_the_models_t
     with pytest.raises(SpecError, match=r"rollout\.engine: the engine sglang serves pictures only .* not smolvlm"):
         check_picture_model(spec, tmp_path)
     check_picture_model(parse_spec(tree | {"rollout": {"max_new_tokens": 4}}), tmp_path)
+    check_picture_model(spec, tmp_path / "missing")  # which loading the model reports
 
 
 def test_a_job_with_pictures_is_refused_while_a_node_is_of_an_earlier_release() -> None:
