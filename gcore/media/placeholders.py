@@ -551,19 +551,22 @@ class TiledRule(PictureRule):
 
     def _find(self, ids: Sequence[int], sizes: Sequence[Size] | None) -> tuple[Range, ...]:
         fake, whole = self._around
+        ids = tuple(ids)
         ranges: list[Range] = []
-        start: int | None = None
-        for place, token in enumerate(ids):
-            if token == fake and start is None:
+        place, start = 0, None
+        while place < len(ids):
+            if ids[place] == fake:  # the last one before image tokens begins a picture; a response may have others
                 start = place
-            elif token == whole and start is not None:
-                ranges.append((start, place + self._count + 2))
-            elif ranges and place == ranges[-1][1] - 1:
-                if token != fake:
+            elif ids[place] == self.image_token_id:
+                if start is None or whole not in ids[start:]:
                     raise DataError("a picture's tokens are cut off", fix="Do not cut prompts with pictures")
+                images = ids.index(whole, start) + 1
+                place = images + self._count
+                if ids[images : place + 1] != (*(self.image_token_id,) * self._count, fake):
+                    raise DataError("a picture's tokens are cut off", fix="Do not cut prompts with pictures")
+                ranges.append((start, place + 1))
                 start = None
-        if start is not None:
-            raise DataError("a picture's tokens are cut off", fix="Do not cut prompts with pictures")
+            place += 1
         return tuple(ranges)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -248,6 +249,23 @@ def test_a_wrong_number_of_placeholders_or_expanded_ids_are_refused(
             rule.runs(ids, [(40, 400)])
 
 
+@pytest.mark.parametrize("family", ["idefics3", "smolvlm"])
+def test_marks_around_pictures_that_a_model_writes_alone_are_no_picture(
+    rule_of: Callable[..., PictureRule], family: str
+) -> None:
+    rule = rule_of(family)
+    fake, whole = encode("<fake_token_around_image>"), encode("<global-img>")
+    for text in (fake, whole, fake + whole, whole + fake, fake * 2):
+        assert rule.runs(text, []) == ()
+        assert rule.runs(text) == ()
+    ids = rule.expand(encode("<image>"), [(40, 40)])
+    end = len(fake) + len(ids)
+    assert rule.runs((*fake, *ids, *fake, *whole), [(40, 40)]) == ((len(fake), end),)
+    for cut in (ids[1:], ids[:-1], ids[:-3], ids[:3]):
+        with pytest.raises(DataError, match="picture"):
+            rule.runs(cut, [(40, 40)])
+
+
 def test_text_that_reads_as_a_video_is_refused(rule_of: Callable[..., PictureRule]) -> None:
     with pytest.raises(DataError, match=r"contains '<\|video_pad\|>'.*videos are not supported"):
         rule_of("qwen3_vl").expand(encode("a<|video_pad|>b"), [])
@@ -347,7 +365,8 @@ def edit(name: str, **changes: Any) -> Callable[[Path], object]:
         ("qwen3_vl", edit("preprocessor_config.json", patch_size=16), "patch_size is 16, but the model's is 8"),
         ("qwen3_vl", edit("preprocessor_config.json", merge_size=4), "spatial_merge_size is 4, but the model's is 2"),
         ("qwen3_vl", edit("preprocessor_config.json", patch_size="8"), "patch_size is '8', not a positive whole"),
-        ("qwen3_vl", lambda folder: (folder / "config.json").unlink(), "cannot read the file"),
+        ("qwen3_vl", lambda folder: (folder / "config.json").unlink(), "not a model: it has no config.json"),
+        ("qwen3_vl", shutil.rmtree, "the model folder does not exist"),
         ("qwen3_vl", lambda folder: (folder / "preprocessor_config.json").write_text("[1]"), "not contain a JSON obj"),
         ("gemma3", edit("preprocessor_config.json", do_pan_and_scan=True), "do_pan_and_scan is true"),
         ("gemma3", edit("processor_config.json", image_seq_length=5), "is 5, but the model's mm_tokens_per_image is 4"),
