@@ -41,6 +41,10 @@ THREADS_PER_CORE, MOST_THREADS = 4, 16
 WRITTEN = "sha256/"
 """Prefix of the names of pictures that a conversion wrote out of a table."""
 
+MOST_PATH = 4096
+"""Longest path of a picture in an entry, in characters. Longer ones are pictures as text, which no message shows whole."""
+
+_INLINE = "Write the picture to a file, and the file's path relative to the data file into the entry"
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://|data:")
 
 Progress = Callable[[int, int], None]
@@ -97,8 +101,13 @@ class PictureRoots:
         Reads no file. Raises PictureError for a URL, and for a path that leaves the data's folder.
         """
         if _URL.match(name):
+            data = name.startswith("data:")
+            fix = _INLINE if data else "Download it, and write a path relative to the data file"
+            raise PictureError(f"the picture is a URL ({name[:60]!r})", fix=fix)
+        if len(name) > MOST_PATH:
             raise PictureError(
-                f"the picture is a URL ({name[:60]!r})", fix="Download it, and write a path relative to the data file"
+                f"the path of the picture has {len(name):,} characters ({name[:60]!r}...); the maximum is {MOST_PATH:,}",
+                fix=_INLINE,
             )
         path = name
         if posixpath.isabs(name):

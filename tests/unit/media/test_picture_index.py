@@ -201,7 +201,8 @@ def test_a_single_unusable_picture_is_named_in_one_sentence(source: Source) -> N
     [
         ("https://example.com/a.png", "is a URL"),
         ("file:///etc/passwd", "is a URL"),
-        ("data:image/png;base64,AAAA", "is a URL"),
+        ("data:image/png;base64,AAAA", r"is a URL.*Write the picture to a file"),
+        ("iVBO" * 1025, r"has 4,100 characters \('iVBO[^/]{56}'\.\.\.\); .*Write the picture to a file"),
         ("../secret.png", "outside the data's folder"),
         ("b/../../secret.png", "outside the data's folder"),
         ("/etc/passwd", "outside the data's folder"),
