@@ -303,10 +303,15 @@ async def _stored(shown: ShownTokens, scene: EpisodeSetting) -> list[Medium]:
         assert scene.pictures is not None
         height, width = scene.pictures.rule.target_size(picture.height, picture.width)
         most = scene.pictures.most_pixels
-        if height * width > most or ((height, width) == picture[2:4] and picture.size > picture_bytes(most)):
+        what = ""
+        if height * width > most:
+            what = f"the model would see {width}x{height} = {height * width} pixels; at most {most} are allowed"
+        elif (height, width) == picture[2:4] and picture.size > picture_bytes(most):
+            # Without the file's size: events report each text once, and files have many sizes.
+            what = f"its file of {width}x{height} pixels has more than {picture_bytes(most)} bytes, the limit for {most} pixels"
+        if what:
             raise EnvironmentFault(
-                f"picture {number} of a tool is too large: the model would see {width}x{height} = {height * width} pixels, "
-                f"and the file has {picture.size} bytes; at most {most} pixels and {picture_bytes(most)} bytes are allowed",
+                f"picture {number} of a tool is too large: {what}",
                 where="environment.tools.max_pixels",
                 fix="Raise it, or return smaller pictures",
             )

@@ -246,7 +246,11 @@ async def test_pictures_of_tools_that_this_nodes_store_has_lost_are_scored_from_
         ("(lambda data: data[:60])", {"max_pictures": 2}, "returned a picture that cannot be used: .*cut off"),
         ("(lambda data: b'GIF89a')", {"max_pictures": 2}, "not a PNG, JPEG or WebP"),
         ("(lambda data: '/nowhere.png')", {"max_pictures": 2}, "the picture does not exist"),
-        ("", {"max_pictures": 2, "max_pixels": 64 * 64 - 1}, "too large: the model would see 64x64 = 4096 pixels"),
+        (
+            "",
+            {"max_pictures": 2, "max_pixels": 64 * 64 - 1},
+            "would see 64x64 = 4096 pixels; at most 4095 are allowed. Raise it",
+        ),
         ("", {"max_pictures": 0}, "environment.tools.max_pictures is 0"),
         (
             "(lambda data: data[:300] + bytes(400) + data[700:])",
