@@ -152,7 +152,16 @@ class PromptPictures:
         Raises DataError.
         """
         text = None if chat else self.rule.picture_text
-        placed = place_pictures(prompt, listed_pictures(entry, self.field), self.marker, text)
+        try:
+            placed = place_pictures(prompt, listed_pictures(entry, self.field), self.marker, text)
+        except DataError as error:
+            if entry_value(entry, self.field) is not None:
+                raise
+            raise DataError(
+                f"{error.what}, because its field {self.field!r} is missing or null",
+                where=error.where,
+                fix=f"Correct data.images. Or {error.fix[0].lower()}{error.fix[1:]}" if error.fix else None,
+            ) from error
         if len(placed.names) > MOST_PICTURES:
             raise DataError(
                 f"the prompt has {len(placed.names)} pictures; the maximum is {MOST_PICTURES}",

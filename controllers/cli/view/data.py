@@ -6,6 +6,7 @@ color it. Long texts are truncated; JSON has the full texts. Progress bars are d
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
@@ -252,9 +253,31 @@ def data_notes(sources: Sequence[CheckedSource]) -> list[str]:
             found.append(f"{name}: {lengths.checked:,} of {lengths.entries:,} prompts were tokenized, evenly spaced.")
         found += [f"{name}: {count:,} filtered: {reason}." for reason, count in lengths.filtered.items()]
         found += [f"{name}: column {c!r} is ignored: {why}." for c, why in checked.opened.dataset.left_out.items()]
+        found += _picture_notes(checked)
         if lengths.unknown:
             found.append(f"{name}: {lengths.unknown:,} prompts contain text that the model's tokenizer does not know.")
     return found
+
+
+def _picture_notes(checked: CheckedSource) -> list[str]:
+    name, pictures, marker = source_title(checked), checked.opened.pictures, checked.opened.source.image_marker
+    if pictures is None:
+        if marker not in checked.lengths.first.text:
+            return []
+        return [f"{name}: data.images is not set, so the model sees no pictures, and reads {marker!r} as text."]
+    sizes = {(one.height, one.width) for one in pictures.index}
+    if not sizes:
+        return [f"{name}: no entry has a picture."]
+    ends = min(sizes, key=math.prod), max(sizes, key=math.prod)
+    shown = dict.fromkeys(f"{width}x{height}" for height, width in ends)
+    seen = dict.fromkeys(
+        f"{width}x{height} ({pictures.rule.token_count(height, width)} tokens)"
+        for height, width in (pictures.rule.target_size(*size) for size in ends)
+    )
+    count = len(pictures.index)
+    return [
+        f"{name}: {count:,} picture{'s' * (count != 1)}, {' to '.join(shown)} pixels. The model sees {' to '.join(seen)}."
+    ]
 
 
 def histogram(lengths: LengthReport) -> list[str]:

@@ -19,6 +19,8 @@ from warm_programs import COMMANDS
 from controllers.api.submission.checks import check_submission
 from gcore.config import load_spec
 from gcore.errors import UsageError
+from gcore.media.placeholders import PictureRule
+from gcore.testing.vision_models import make_picture, make_tiny_vision_model
 
 TEMPLATE = "{% for m in messages %}{{ m.role }} : {{ m.content }} {% endfor %}"
 
@@ -117,6 +119,29 @@ def test_a_sample_is_named_as_one(folder: Path) -> None:
     done = validate(folder, "--sample", "4")
     assert done.returncode == 0
     assert "sums: 4 of 40 prompts were tokenized, evenly spaced." in done.stdout
+
+
+def test_pictures_are_shown_with_their_sizes_and_tokens_and_missed_where_the_spec_leaves_them_out(
+    tmp_path: Path,
+) -> None:
+    model = make_tiny_vision_model(tmp_path / "model")
+    for name, height, width in (("small", 20, 40), ("large", 64, 128)):
+        (tmp_path / f"{name}.png").write_bytes(make_picture(height, width))
+    entries = [{"prompt": "<image>?", "images": f"{name}.png", "answer": "1"} for name in ("small", "large") * 4]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    data = {"path": "data.jsonl", "shards": 4, "images": "images", "max_pixels": 64 * 64}
+    tree = {"name": "seen", "model": {"path": str(model)}, "flow": {"steps": 2, "groups_per_step": 2}}
+    spec = tmp_path / "spec.yaml"
+    spec.write_text(json.dumps(tree | {"data": data, "rollout": {"max_new_tokens": 4}}))
+    done = validate(tmp_path)
+    rule = PictureRule.load(model, max_pixels=64 * 64)
+    seen = [rule.target_size(20, 40), rule.target_size(64, 128)]
+    shown = " to ".join(f"{width}x{height} ({rule.token_count(height, width)} tokens)" for height, width in seen)
+    assert f"data: 2 pictures, 40x20 to 128x64 pixels. The model sees {shown}." in done.stdout.split("\n")
+    done = validate(tmp_path, "--set", "data.images=null", "--set", "data.max_pixels=null")
+    assert "data: data.images is not set, so the model sees no pictures, and reads '<image>' as text." in done.stdout
+    done = validate(tmp_path, "--set", "data.images=pictures")
+    assert "0 pictures, because its field 'pictures' is missing or null. Correct data.images. Or write" in done.stderr
 
 
 MISTAKES: list[tuple[str, tuple[str, ...], Callable[[Path], object], str]] = [

@@ -218,6 +218,10 @@ def test_another_number_of_markers_fails_the_prompt_with_its_entry(folder: Folde
         opened.stream.sources[0].prompt(1, PromptRef(0, 0, 1))
     with pytest.raises(DataError, match="image markers"):
         check_lengths(opened.stream.sources[0])
+    with pytest.raises(
+        DataError, match=r"0 pictures, because its field 'files' is missing or null\. Correct data\.images"
+    ):
+        folder.first(images="files")
 
 
 def test_a_literal_placeholder_in_the_text_fails_the_prompt(folder: Folder) -> None:
