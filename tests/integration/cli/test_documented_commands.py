@@ -22,6 +22,7 @@ from documents import ROOT, blocks, mismatch
 
 from gcore.config.local_cluster import LocalClusterState
 from gcore.engines.emulated.launch import LAW_FILE
+from gcore.quickstart.counting import prepare_counting
 from tools.check_commands import commands_of_test
 from tools.documents import Typed
 
@@ -173,6 +174,13 @@ def run_of_sorting(checkout: Checkout, clusters: Clusters) -> None:
     shutil.copy(clusters.run_folder / "metrics.jsonl", checkout.folder)
 
 
+def counting_example(checkout: Checkout, clusters: Clusters) -> None:
+    """The model that the page prepares, which takes minutes, from the cache."""
+    example = ROOT / ".cache" / "examples" / "counting"
+    prepare_counting(example, progress=False)
+    shutil.copytree(example, checkout.folder / "largest" / "counting")
+
+
 def cluster_in_the_checkout(checkout: Checkout, clusters: Clusters) -> None:
     """The home folder of the page's own cluster is the checkout's, with the run folder of `sorting`."""
     checkout.own_cluster = checkout.folder / ".gcore"
@@ -195,6 +203,7 @@ PREPARED: dict[str, Callable[[Checkout, Clusters], None]] = {
     "docs/operate/deploy.md": certificates_of_ada,
     "docs/operate/upgrade-and-backup.md": certificates,
     "docs/use/judges.md": job_with_a_checkpoint,
+    "docs/use/pictures.md": counting_example,
     "docs/use/plugins.md": package_mine,
     "docs/use/reading-a-run.md": run_of_sorting,
     "docs/use/troubleshooting.md": cluster_in_the_checkout,
