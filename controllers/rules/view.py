@@ -438,9 +438,9 @@ class JobView:
         return stored.record if stored else None
 
     def lacking_bytes(self, node: str) -> int:
-        """Bytes of blobs that the train ranks of a node still lack for samples of the next step."""
-        seal = self.seal
-        if seal is None:
+        """Bytes of blobs that the train ranks of a node still lack for samples of the next step; 0 before the job's first
+        placement."""
+        if self.mirror.head is None or self.mirror.plan is None or (seal := self.seal) is None:
             return 0
         ranks = [place.rank for place in self.plan.ranks if place.node == node]
         return sum(one.total - one.fetched for rank in ranks for one in self.fetching(seal, rank).values())

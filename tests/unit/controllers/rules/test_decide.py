@@ -328,6 +328,13 @@ def test_a_node_knows_the_bytes_that_its_own_ranks_lack() -> None:
     assert view.lacking_bytes(nodes[0]) == 0
 
 
+@pytest.mark.parametrize("absent", ["head", "plan"])
+def test_ranks_lack_no_bytes_before_the_first_placement_of_a_job(absent: str) -> None:
+    view, seal = with_sealed_step(running(), holder=PEER)
+    early = replace(with_fetching_ranks(view, seal, 10), mirror=replace(view.mirror, **{absent: None}))
+    assert {early.lacking_bytes(place.node) for place in view.plan.ranks} == {0}
+
+
 def test_a_held_group_is_a_duplicate_if_a_seal_takes_its_prompt_from_another_peer() -> None:
     view, seal = with_sealed_step(running(), holder=PEER)
     ours, theirs = (offered_group(group.ref) for group in seal.groups[:2])
