@@ -100,16 +100,15 @@ def encode_error(error: GcoreError) -> dict[str, Any]:
 
 
 def decode_error(value: object, where: str) -> GcoreError:
-    """Return the error of a JSON object that `encode_error` made. `where`: the store's address, for other objects."""
+    """Return the error of a JSON object that `encode_error` made. `where`: the store's address, for other objects and for
+    errors of the store; an error of a picture names its file instead."""
     fields = value.get("error") if isinstance(value, dict) else None
     if not isinstance(fields, dict) or fields.get("kind") not in _KINDS or not isinstance(fields.get("what"), str):
         return StoreUnreachable(f"the answer is not one of a blob store ({str(value)[:80]!r})", where=where)
-    place, fix = fields.get("where"), fields.get("fix")
-    error = _KINDS[fields["kind"]](
-        fields["what"],
-        where=f"{where}: {place}" if isinstance(place, str) else where,
-        fix=fix if isinstance(fix, str) else None,
-    )
+    kind, place, fix = _KINDS[fields["kind"]], fields.get("where"), fields.get("fix")
+    if isinstance(place, str):
+        where = place if kind is DataError else f"{where}: {place}"
+    error = kind(fields["what"], where=where, fix=fix if isinstance(fix, str) else None)
     return error
 
 

@@ -51,7 +51,7 @@ from gcore.errors import GcoreError, NotAllowed, UsageError, explain_os_errors
 from gcore.media.blobs import GRACE_S, BlobStore
 from gcore.media.client import BlobFetch, open_blob_http
 from gcore.media.picture_index import read_verified
-from gcore.media.pictures import normalize_picture
+from gcore.media.pictures import PictureError, normalize_picture
 from gcore.media.protocol import (
     PIECE_BYTES,
     STATUS,
@@ -381,7 +381,10 @@ class BlobServer:
         The caller must know the file's SHA-256, so this route reveals no file that the caller has not read.
         """
         content = read_verified(Path(body.path), body.sha256)
-        data, medium = normalize_picture(content, (body.height, body.width))
+        try:
+            data, medium = normalize_picture(content, (body.height, body.width))
+        except PictureError as error:
+            raise PictureError(error.what, where=body.path, fix=error.fix) from error
         self._store.put_bytes(job, data, holder=body.incarnation)
         self._store.pin(body.incarnation, job, (medium.sha256,), body.ttl_s)
         return medium

@@ -15,7 +15,7 @@ import pytest
 from blob_stores import TIMEOUT_S, Start, StoreProcess, key_of, until
 
 from gcore.api.tls import Connector
-from gcore.errors import NotAllowed
+from gcore.errors import DataError, NotAllowed
 from gcore.media.client import BlobClient, BlobHttp, open_blob_http
 from gcore.media.protocol import (
     Blob,
@@ -25,6 +25,8 @@ from gcore.media.protocol import (
     StoreFull,
     StoreUnreachable,
 )
+from gcore.testing.vision_models import make_picture
+from gcore.types import PictureRef
 
 MIB = 1 << 20
 DATA = random.Random(1).randbytes(3 * MIB + 17)
@@ -211,6 +213,17 @@ async def test_blobs_are_linked_only_into_the_roots_of_the_launch_document(
     with pytest.raises(StoreFailed, match="No such file or directory"):
         await client.link([BLOB.sha256], world / "absent")
     assert await store.client(http, "two").link([BLOB.sha256], world) == (BLOB.sha256,)
+
+
+async def test_the_error_about_a_damaged_picture_names_its_file(start: Start, http: BlobHttp, tmp_path: Path) -> None:
+    whole = make_picture(32, 32)
+    data = whole[:-30] + bytes(10) + whole[-20:]
+    file = tmp_path / "damaged.png"
+    file.write_bytes(data)
+    picture = PictureRef(str(file), hashlib.sha256(data).hexdigest(), 32, 32, 32, 32, len(data))
+    with pytest.raises(DataError, match="the picture file is damaged or cut off") as caught:
+        await start().client(http).make_picture(picture, "me", 9.0)
+    assert caught.value.where == str(file)
 
 
 async def test_a_store_that_was_killed_serves_its_blobs_again_and_removes_damaged_ones(
