@@ -145,6 +145,18 @@ class BlobAccounts:
         self.incoming += size
         return admission, deleted
 
+    def delete_free(self, size: int, now: float) -> list[BlobKey]:
+        """Remove blobs that are not held, the least recently used first, until they have `size` bytes in all; return those
+        that the caller must delete. At least one, if there is any."""
+        self._expire(now)
+        deleted: list[BlobKey] = []
+        while self._free and (size > 0 or not deleted):
+            victim = next(iter(self._free))
+            size -= self._blobs[victim].size
+            self.remove(victim, now)
+            deleted.append(victim)
+        return deleted
+
     def cancel(self, admission: BlobAdmission) -> None:
         """End an admission whose blob was not stored. Its part of the reservation is free again."""
         if admission in self._admitted:

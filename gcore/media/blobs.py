@@ -22,10 +22,11 @@ import os
 import shutil
 import stat
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TypeVar
 
 from gcore.errors import UsageError
 from gcore.media.accounts import BlobAccounts, BlobAdmission, BlobKey, StoredBlob
@@ -41,8 +42,11 @@ from gcore.media.protocol import (
     check_job,
     check_sha256,
     disk_error,
+    is_disk_full,
 )
 from gcore.system.clock import Clock
+
+T = TypeVar("T")
 
 GRACE_S = 120.0
 """Seconds in which a new blob is kept without a pin."""
@@ -134,8 +138,10 @@ class BlobStore:
             self._count(blobs_deleted=len(deleted))
         draft = self.folder / _DRAFTS / str(next(self._numbers))
         try:
-            draft.parent.mkdir(exist_ok=True)
-            file = os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb", buffering=0)
+            self.unless_full(partial(draft.parent.mkdir, exist_ok=True), 0)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+            handle = self.unless_full(partial(os.open, draft, flags, 0o600), blob.size)
+            file = os.fdopen(handle, "wb", buffering=0)
         except OSError as error:
             with self._lock:
                 self._accounts.cancel(admission)
@@ -271,8 +277,8 @@ class BlobStore:
         """Give a complete draft its name; for `IncomingBlob.commit`. Raises BlobMissing if the job was dropped, OSError."""
         key = incoming.admission.key
         path = self._path(key)
+        self.unless_full(partial(path.parent.mkdir, parents=True, exist_ok=True), 0)
         with self._lock:
-            path.parent.mkdir(parents=True, exist_ok=True)
             is_new = self._accounts.find(key) is None
             if not self._accounts.store(incoming.admission, self._clock.monotonic()):
                 raise BlobMissing(f"job {key.job} was dropped while blob {key.sha256} arrived")
@@ -285,6 +291,27 @@ class BlobStore:
                 self._accounts.remove(key, self._clock.monotonic())
                 raise
             self._count(bytes_stored=incoming.admission.size)
+
+    def unless_full(self, action: Callable[[], T], size: int) -> T:
+        """Run `action`, again after each time that it fails because the disk is full while blobs can be deleted for it.
+
+        The disk may be full before the store has reached its bound. `size`: bytes that the action needs. Raises OSError.
+        """
+        while True:
+            try:
+                return action()
+            except OSError as error:
+                if not is_disk_full(error) or not self._delete_free(size):
+                    raise
+
+    def _delete_free(self, size: int) -> bool:
+        """Delete blobs that are not held, with about `size` bytes in all. Return whether there were any. Raises StoreFailed."""
+        with self._lock:
+            deleted = self._accounts.delete_free(size, self._clock.monotonic())
+            for one in deleted:
+                self._unlink(one)
+            self._count(blobs_deleted=len(deleted))
+        return bool(deleted)
 
     def abandon(self, admission: BlobAdmission) -> None:
         """Give back the room of a blob that is not stored; for `IncomingBlob.close`."""
@@ -416,7 +443,7 @@ class IncomingBlob:
             self._hash.update(piece)
             self.written += len(piece)
             while len(rest):
-                rest = rest[self._file.write(rest) :]
+                rest = rest[self._store.unless_full(partial(self._file.write, rest), len(rest)) :]
 
     def restart(self) -> None:
         """Discard what was received, to receive it from another source. Raises StoreFailed."""

@@ -89,7 +89,8 @@ STATUS: dict[type[GcoreError], int] = {
 """HTTP status code of each error."""
 
 _KINDS = {kind.__name__: kind for kind in STATUS}
-_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+_NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
+_FULL = _NO_SPACE | {errno.EFBIG}
 
 
 def encode_error(error: GcoreError) -> dict[str, Any]:
@@ -110,6 +111,11 @@ def decode_error(value: object, where: str) -> GcoreError:
         where = place if kind is DataError else f"{where}: {place}"
     error = kind(fields["what"], where=where, fix=fix if isinstance(fix, str) else None)
     return error
+
+
+def is_disk_full(error: OSError) -> bool:
+    """Whether an operation failed because the disk or its quota is full, so that it may succeed once files are deleted."""
+    return error.errno in _NO_SPACE
 
 
 def disk_error(what: str, error: OSError) -> StoreFailed:

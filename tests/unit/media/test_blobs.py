@@ -288,6 +288,49 @@ def test_an_error_of_the_disk_is_explained_and_leaves_no_incomplete_file(
     assert store.counters().incoming == 0
 
 
+class SmallDisk:
+    """Opens files for writing, on a disk with room for so many bytes below a folder."""
+
+    def __init__(self, folder: Path, room: int) -> None:
+        self.folder = folder
+        self.room = room
+        self._fdopen = os.fdopen
+
+    def open(self, handle: int, mode: str, **options: Any) -> Any:
+        file, disk = self._fdopen(handle, mode, **options), self
+
+        class File:
+            closed = property(lambda self: file.closed)
+            close = file.close
+
+            def write(self, data: memoryview) -> int:
+                left = disk.room - sum((disk.folder / one).stat().st_size for one in files(disk.folder))
+                if left <= 0:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                return int(file.write(data[:left]))
+
+        return File() if "w" in mode else file
+
+
+def test_a_full_disk_gets_the_room_of_blobs_that_are_not_held(
+    store: BlobStore, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk may be full long before the store reaches its bound; the job would never go on."""
+    first, second, third = (DATA[:size] for size in (5000, 5001, 5002))
+    disk = SmallDisk(store.folder, 10_100)
+    oldest, newer = store.put_bytes("job", first), store.put_bytes("job", second)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fdopen", disk.open)
+        with pytest.raises(StoreDiskFull):
+            store.put_bytes("job", third)  # the others are in their grace time
+        assert files(store.folder) == sorted(f"job/{one.sha256[:2]}/{one.sha256}" for one in (oldest, newer))
+        clock.jump(61.0)
+        newest = store.put_bytes("job", third)
+    assert (store.has("job", oldest.sha256), store.has("job", newer.sha256)) == (False, True)
+    assert store.path("job", newest.sha256).read_bytes() == third
+    assert store.counters().blobs_deleted == 1
+
+
 def test_a_store_without_its_folder_refuses_blobs_and_does_not_create_it_again(store: BlobStore) -> None:
     blob = store.put_bytes("job", DATA)
     store.folder.rename(store.folder.with_name("elsewhere"))
