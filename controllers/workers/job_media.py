@@ -19,7 +19,15 @@ from controllers.changes import ChangeSignal
 from controllers.workers.blobs import NodeBlobs
 from gcore.errors import DataError, EngineError, EngineUnreachable, GcoreError
 from gcore.media.pictures import PictureError
-from gcore.media.protocol import TRANSFERS, Blob, StoreUnreachable, blob_path
+from gcore.media.protocol import (
+    TRANSFERS,
+    Blob,
+    BlobTooLarge,
+    StoreFailed,
+    StoreFull,
+    StoreUnreachable,
+    blob_path,
+)
 from gcore.reward.api import PictureFile
 from gcore.rollout.api import PicturesUnavailable, RequestPictures
 from gcore.system.clock import Clock, retry_delay
@@ -129,7 +137,7 @@ class JobMedia:
             blobs = [Blob(one.sha256, one.size) for one in media]
             found = await client.fetch(blobs, self._blobs.nodes_with_stores())
         except GcoreError as error:
-            raise EngineError(f"the blob store of this node: {error}", fix=AGAIN) from error
+            raise _failed_here(error) from error
         if lacking := names - found.present:
             raise EngineError(f"no blob store has blob {min(lacking)} of a response to prompt {ref}", fix=AGAIN)
         self._made.setdefault(ref, set()).update(names)
@@ -255,10 +263,8 @@ class JobMedia:
             if lacking:
                 nodes = set[str]().union(*(await self.locate(lacking)).values())
                 found = await client.fetch([blobs[one] for one in lacking], sorted(nodes))
-        except StoreUnreachable as error:
-            raise EngineUnreachable(f"the blob store of this node: {error}", fix=AGAIN) from error
         except GcoreError as error:
-            raise EngineError(str(error), fix=AGAIN) from error
+            raise _failed_here(error) from error
         for blob in (*found.unavailable, *found.failed):
             why = found.failed.get(blob) or "no store has it"
             raise PicturesUnavailable(f"picture {blob} of a response was lost ({why})", fix=AGAIN)
@@ -333,10 +339,8 @@ class JobMedia:
             if any(Path(one.path).is_relative_to(self.folder) for one in pictures):  # pictures of tools, for a judge
                 raise EngineUnreachable(f"the blob store of this node: {error.what}", fix=AGAIN) from error
             raise PictureError(error.what, where=error.where, fix=error.fix) from error
-        except StoreUnreachable as error:
-            raise EngineUnreachable(f"the blob store of this node: {error}", fix=AGAIN) from error
         except GcoreError as error:
-            raise EngineError(str(error), fix=AGAIN) from error
+            raise _failed_here(error) from error
         finally:
             if self._reserved.pop(pictures, None) is not None:
                 await self._renew_reservation()
@@ -409,3 +413,10 @@ class JobMedia:
 def _has_made(task: asyncio.Task[tuple[Medium, ...]]) -> bool:
     """Whether a task has made its blobs."""
     return task.done() and not task.cancelled() and task.exception() is None
+
+
+def _failed_here(error: GcoreError) -> EngineError:
+    """The error of a request that the store of this node failed. While the store is away, full or without disk, the next
+    try waits; otherwise a prompt would use up its tries at once."""
+    waits = isinstance(error, StoreUnreachable | StoreFailed | StoreFull) and not isinstance(error, BlobTooLarge)
+    return (EngineUnreachable if waits else EngineError)(f"the blob store of this node: {error}", fix=AGAIN)

@@ -31,7 +31,7 @@ from gcore.ledger.records.job import NodeRecord
 from gcore.media.client import BlobFetch
 from gcore.media.pictures import PictureError
 from gcore.media.placeholders import PictureRule
-from gcore.media.protocol import TRANSFERS, Blob, StoreFull, StoreUnreachable
+from gcore.media.protocol import TRANSFERS, Blob, BlobTooLarge, StoreDiskFull, StoreFull, StoreUnreachable
 from gcore.observability.metrics import Metrics
 from gcore.reward.api import PictureFile
 from gcore.rollout.api import PicturesUnavailable
@@ -155,7 +155,9 @@ async def test_prompts_with_equal_pictures_share_their_blobs() -> None:
     [
         (DataError("the picture changed", where="/data/a.png"), PictureError),
         (StoreUnreachable("no answer"), EngineUnreachable),
-        (StoreFull("no room"), EngineError),
+        (StoreFull("no room"), EngineUnreachable),
+        (StoreDiskFull("no space"), EngineUnreachable),
+        (BlobTooLarge("too large"), EngineError),
     ],
 )
 async def test_an_error_of_the_store_says_whether_the_prompt_is_sampled_again(
@@ -164,8 +166,9 @@ async def test_an_error_of_the_store_says_whether_the_prompt_is_sampled_again(
     client = StoreClient()
     client.error = error
     media = media_of(client, set(), FakeClock())
-    with pytest.raises(kind):
+    with pytest.raises(kind) as caught:
         await media.in_request(prompt(), trained=True)
+    assert caught.type is kind, "a request waits before it is sent again if the engine is unreachable"
     client.error = None
     assert await media.of(prompt()) == (MEDIUM,)
 
