@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from gcore.config.data import ResolvedSource
 from gcore.data.dataset import Dataset, mark_used
-from gcore.data.messages import Messages, is_picture
+from gcore.data.messages import Messages, is_picture, join_parts
 from gcore.errors import DataError
 from gcore.media.picture_index import IndexedPicture, PictureIndex, PictureRoots, open_picture_index
 from gcore.media.pictures import MOST_PICTURES
@@ -29,6 +29,9 @@ from gcore.media.placeholders import PictureRule
 from gcore.types import PictureRef, entry_value
 
 Progress = Callable[[int, int], None]
+
+VIDEO_MARKER = "<video>"
+"""What stands for a video in the prompts of multimodal datasets."""
 
 
 def listed_pictures(entry: Mapping[str, Any], field: str) -> tuple[str, ...]:
@@ -128,6 +131,32 @@ def _parts(content: Any, marker: str) -> Iterator[Mapping[str, Any]]:
                 yield {"type": "text", "text": text}
 
 
+def check_unmarked(prompt: str | Messages, marker: str) -> None:
+    """Raise DataError if a prompt of a source without pictures has a marker of a picture."""
+    found = _count_marker(prompt, marker)
+    if found:
+        raise DataError(
+            f"the prompt has {found} image marker{'s' * (found != 1)}, but data.images is not set, so the model would see the "
+            f"text {marker!r} in place of a picture",
+            fix="Name the field with its pictures in data.images, or set data.image_marker to a text that no prompt has",
+        )
+
+
+def _check_videos(prompt: str | Messages) -> None:
+    """Raise DataError if a prompt of a source with pictures has a marker of a video."""
+    if _count_marker(prompt, VIDEO_MARKER):
+        raise DataError(
+            f"the prompt contains {VIDEO_MARKER}, but videos are not supported",
+            fix="Remove the entry, or the marker from its text",
+        )
+
+
+def _count_marker(prompt: str | Messages, marker: str) -> int:
+    """How often the texts of a prompt contain a marker."""
+    contents = [prompt] if isinstance(prompt, str) else [message.get("content") for message in prompt]
+    return sum(str(join_parts(content) or "").count(marker) for content in contents)
+
+
 def _check_number(places: int, pictures: int, marker: str) -> None:
     if places != pictures:
         raise DataError(
@@ -151,6 +180,7 @@ class PromptPictures:
 
         Raises DataError.
         """
+        _check_videos(prompt)
         text = None if chat else self.rule.picture_text
         try:
             placed = place_pictures(prompt, listed_pictures(entry, self.field), self.marker, text)

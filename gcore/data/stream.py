@@ -32,7 +32,7 @@ from gcore.config.spec import JobSpec, eval_sources, training_sources
 from gcore.data.dataset import Dataset
 from gcore.data.jsonl import unreadable_file
 from gcore.data.order import Mixture, SourceShare, StreamShape, entry_index, shard_length, shard_lengths
-from gcore.data.pictures import PromptPictures, open_pictures
+from gcore.data.pictures import PromptPictures, check_unmarked, open_pictures
 from gcore.data.renderer import PromptRenderer
 from gcore.data.tokenizer import ModelTokenizer
 from gcore.errors import DataError, GcoreError
@@ -56,7 +56,7 @@ class PromptSource:
 
     `limit`: maximum prompt tokens that leave room for a response; None: no limit. `held_out`: whether it is for
     evaluation, which filters nothing. `pictures`: the source's pictures; None: it has none. `rule`: how the model reads
-    pictures, with this source's bounds; None: no source of the job has any.
+    pictures, with this source's bounds if it has any; None: the model reads none, or none that gcore supports.
     """
 
     source: ResolvedSource
@@ -107,6 +107,8 @@ class PromptSource:
         """Render and tokenize an entry. Raises DataError."""
         prompt, renderer = fields[self.dataset.prompt_field], self.renderer
         if self.pictures is None:
+            if self.rule is not None:
+                check_unmarked(prompt, self.source.image_marker)
             text = renderer.render(prompt, fields)
             token_ids = renderer.encode(text)
             if self.rule is not None:  # a train rank takes every image token for a picture
@@ -338,7 +340,7 @@ def open_prompts(
     # Check the small files of all sources first, to report their errors before reading gigabytes.
     trained = [shown(source, "data") for source in training_sources(spec)]
     evaluated = [shown(source, "eval") for source in held_out]
-    rule = next((one.rule for one in (*trained, *evaluated) if one.rule is not None), None)
+    rule = next((one.rule for one in (*trained, *evaluated) if one.rule is not None), None) or _unused_rule(model_dir)
     sources = [opened(one) for one in trained]
     evaluation = tuple(EvalPromptSource(opened(one, held_out=True)) for one in evaluated)
     identity = _identity([_data_of(one) for one in sources], [_data_of(held.opened) for held in evaluation])
@@ -400,6 +402,15 @@ def _open_data(source: ResolvedSource, cache_dir: Path, progress: OpeningProgres
         progress=tell,
     )
     return _SourceData(source, dataset, open_pictures(source, dataset, cache_dir, tell))
+
+
+def _unused_rule(model_dir: Path) -> PictureRule | None:
+    """Return how a model reads pictures, to refuse prompts that seem to have some; None for a text model, and for one whose
+    pictures gcore does not support."""
+    try:
+        return PictureRule.load(model_dir)
+    except DataError:
+        return None
 
 
 def _picture_rule(source: ResolvedSource, section: str, model_dir: Path) -> PictureRule | None:

@@ -233,8 +233,38 @@ def test_a_literal_placeholder_in_the_text_fails_the_prompt(folder: Folder) -> N
 # --- opening
 
 
+@pytest.mark.parametrize("chat", [True, False])
+def test_a_forgotten_setting_of_pictures_fails_prompts_with_markers(folder: Folder, chat: bool) -> None:
+    """Otherwise the model would read the marker as text, and see no picture."""
+    folder.write({"prompt": "<image>How many? <image>", "images": ["a.png", "c.png"]}, {"prompt": "2 + 5"})
+    with pytest.raises(DataError, match=r"entry 0: the prompt has 2 image markers, but data\.images is not set"):
+        folder.first(images=None, chat=chat)
+    opened = folder.open(images=None, chat=chat).stream.sources[0]
+    assert opened.prompt(1, PromptRef(0, 0, 1)).text
+    assert "<image>" in folder.first(images=None, chat=chat, image_marker="<picture>").text
+
+
+def test_a_literal_placeholder_fails_the_prompt_of_a_job_without_pictures(folder: Folder) -> None:
+    folder.write({"prompt": "How many? <|image_pad|>"})
+    with pytest.raises(DataError, match=r"entry 0: the prompt has 1 placeholder, but 0 pictures"):
+        folder.first(images=None, chat=False)
+
+
+@pytest.mark.parametrize("name", ["preprocessor_config.json", "processor_config.json"])
+def test_a_vision_model_without_its_processor_is_trained_on_text(folder: Folder, name: str) -> None:
+    (folder.model / name).unlink(missing_ok=True)
+    folder.write({"prompt": "2 + 5"})
+    assert folder.first(images=None, chat=False).text == "2 + 5"
+
+
+def test_a_marker_of_a_video_fails_the_prompt(folder: Folder) -> None:
+    folder.write({"prompt": "<image><video>What happens?", "images": ["a.png"], "videos": ["a.mp4"]})
+    with pytest.raises(DataError, match=r"entry 0: the prompt contains <video>, but videos are not supported"):
+        folder.first()
+
+
 def test_a_literal_placeholder_fails_the_prompt_of_a_source_without_pictures_too(folder: Folder) -> None:
-    """A train rank takes each placeholder for a picture, and would fail."""
+    """An engine or a train rank takes each placeholder for a picture, and would fail."""
     folder.write({"prompt": "<image>?", "images": ["a.png"]})
     (folder.path / "text.jsonl").write_text(
         '{"prompt": "a <|image_pad|>?", "answer": "7"}\n{"prompt": "b", "answer": "7"}\n'
@@ -247,8 +277,6 @@ def test_a_literal_placeholder_fails_the_prompt_of_a_source_without_pictures_too
     with pytest.raises(DataError, match=r"entry 0: the prompt has 1 placeholder, but 0 pictures"):
         plain.prompt(0, PromptRef(0, 0, 0))
     assert plain.prompt(1, PromptRef(0, 0, 1)).pictures == ()
-    alone = folder.open(path=str(folder.path / "text.jsonl"), images=None).stream.sources[0]
-    assert PAD in alone.prompt(0, PromptRef(0, 0, 0)).token_ids, "no rank of the job has pictures"
 
 
 @pytest.mark.parametrize(
