@@ -117,6 +117,7 @@ async def cancel_task(task: asyncio.Task[Any], clock: Clock) -> bool:
     """Cancel the task and return whether it has ended within END_S. Foreign code may suppress its cancellation; then the task is abandoned, and the
     end of the event loop does not wait for it either."""
     if task.done():
+        _not_asked_for(task)
         return True
     task.cancel()
     limit = asyncio.ensure_future(clock.sleep(END_S))

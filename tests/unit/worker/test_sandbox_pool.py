@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from typing import Any
 
 import pytest
@@ -209,3 +210,24 @@ async def test_process_with_leftover_children_is_replaced(
     assert len(machine.started) == 2
     await crew.close()
     assert all(one.has_ended for one in machine.started)
+
+
+async def test_an_error_that_comes_while_the_caller_is_cancelled_is_not_logged_as_lost() -> None:
+    """As when a sibling's error ends all responses to a prompt."""
+    fails, logged = asyncio.Event(), list[str]()
+
+    async def work() -> None:
+        await fails.wait()
+        raise ValueError("a broken picture")
+
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: logged.append(context["message"]))
+    waiting = asyncio.create_task(wait_within(work(), 10.0, FakeClock()))
+    for _ in range(5):
+        await asyncio.sleep(0)
+    fails.set()
+    waiting.cancel()
+    await asyncio.wait((waiting,))
+    assert waiting.cancelled()
+    del waiting
+    gc.collect()
+    assert not logged
