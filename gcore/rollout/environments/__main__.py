@@ -69,7 +69,8 @@ def call_tool(tool: Tool, name: str, argument: str, seen: Sequence[str], folder:
         try:
             pictures = [write_picture(one, folder) for one in given]
         except (DataError, OSError) as error:
-            why = f"tool {short_name(name)!r} returned a picture that cannot be used: {error}"
+            said = error.what if isinstance(error, DataError) else error  # its fix is for pictures of the data
+            why = f"tool {short_name(name)!r} returned a picture that cannot be used: {said}"
             return {"broken": why[:LONGEST_RESULT]}
     return {"said": whole.text[:LONGEST_RESULT], "pictures": pictures}
 

@@ -38,6 +38,8 @@ from gcore.types import FinishReason, Medium, PictureRef, Range, Sample, TokenOu
 if TYPE_CHECKING:
     from gcore.data.renderer import PromptRenderer  # code that only displays a response needs no templates
 
+PICTURE_FIX = "Correct the tool: it may return whole PNG, JPEG and WebP files, at most environment.tools.max_pictures"
+
 TOLD = ("⟦", "⟧")
 """Marks around observed text in displayed responses."""
 
@@ -318,7 +320,9 @@ async def _stored(shown: ShownTokens, scene: EpisodeSetting) -> list[Medium]:
         try:
             made.append(await scene.pictures.store(picture._replace(target_height=height, target_width=width)))
         except DataError as error:
-            raise EnvironmentFault(f"picture {number} of a tool cannot be used: {error.what}", fix=error.fix) from error
+            raise EnvironmentFault(
+                f"picture {number} of a tool cannot be used: {error.what}", where="environment.tools", fix=PICTURE_FIX
+            ) from error
     return made
 
 

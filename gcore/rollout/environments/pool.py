@@ -31,7 +31,7 @@ from gcore.rollout.environments.api import (
     Setting,
     find_environment,
 )
-from gcore.rollout.environments.episode import hung_environment
+from gcore.rollout.environments.episode import PICTURE_FIX, hung_environment
 from gcore.system.clock import Clock, SystemClock
 from gcore.system.concurrency import TaskHung, cancel_task, wait_within
 from gcore.system.process import CannotStart
@@ -42,8 +42,6 @@ from gcore.worker.sandbox.process import ProcessEnded, ProtocolBroken
 
 LONGEST_ARGUMENT = 1 << 16
 """Maximum length of a tool's argument in characters."""
-
-PICTURE_FIX = "Correct the tool: it may return whole PNG, JPEG and WebP files, at most environment.tools.max_pictures"
 
 SeenPictures = Callable[[], Sequence[str]]
 """Returns the paths of a response's pictures."""

@@ -267,8 +267,9 @@ async def test_a_picture_that_cannot_be_used_fails_the_response_with_the_reason(
     media = JobMedia(stores, JOB, "n1.1", lambda: {REF}, frozenset, ChangeSignal(), str, SystemClock())
     episodes, pool = make_episodes(media, Speaker(), tmp_path, make, tools)
     try:
-        with pytest.raises(RewardError, match=words):
+        with pytest.raises(RewardError, match=words) as caught:
             await episodes.side_by_side(make_request(model, make_prompt(model, tmp_path)), [5], "a")
+        assert "the entry" not in str(caught.value), "that is what to do about pictures of the data"
     finally:
         await pool.close()
         await media.close(ended=False)
