@@ -182,10 +182,13 @@ class _Reader:
                     self.left_out[name] = f"it holds {error}"
                     names.remove(name)
                     continue
+                is_of_pictures = self.pictures is not None and name == self.pictures.column
                 raise DataError(
                     f"column {name!r} holds {error}, which JSON cannot represent",
                     where=str(self.path),
-                    fix="Remove the column from the data, or write it as text",
+                    fix="Write each picture as its bytes, or as an object with bytes and path"
+                    if is_of_pictures
+                    else "Remove the column from the data, or write it as text",
                 ) from error
         if not names and self.left_out:
             name, reason = next(iter(self.left_out.items()))
@@ -273,6 +276,8 @@ def _holds_pictures(kind: Any) -> bool:
     """Return whether the values of a type have the bytes of pictures."""
     if isinstance(kind, pa.BaseExtensionType):
         return _holds_pictures(kind.storage_type)
+    if types.is_dictionary(kind):
+        return _holds_pictures(kind.value_type)
     if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
         return _holds_pictures(kind.value_type)
     if types.is_struct(kind):

@@ -53,6 +53,7 @@ def of(data: bytes, path: str | None = None) -> dict[str, Any]:
     [
         (pa.binary(), [PNG], name_of(PNG, "png")),
         (pa.large_binary(), [JPEG], name_of(JPEG, "jpg")),
+        (pa.dictionary(pa.int32(), pa.binary()), [PNG], name_of(PNG, "png")),
         (pa.list_(pa.binary()), [[PNG, WEBP]], [name_of(PNG, "png"), name_of(WEBP, "webp")]),
         (IMAGE, [of(PNG, "x.png")], name_of(PNG, "png")),
         (pa.list_(IMAGE), [[of(PNG), of(JPEG)]], [name_of(PNG, "png"), name_of(JPEG, "jpg")]),
@@ -119,7 +120,7 @@ def test_without_images_the_column_is_left_out_as_before(tmp_path: Path) -> None
             r"row 1: .*a picture with neither bytes nor pa",
         ),
         (pa.list_(pa.binary()), [[PNG], [PNG, None]], r"row 1: .*null in a list of pictures"),
-        (pa.struct([("data", pa.binary())]), [{"data": PNG}], "'images' holds binary data"),
+        (pa.struct([("data", pa.binary())]), [{"data": PNG}], "'images' holds binary data.*bytes and path"),
         (pa.int64(), [3], "field 'images' is a number"),
     ],
 )
