@@ -345,15 +345,21 @@ class NodeBlobs:
             await self.forget(job)
 
     async def locate(self, job: str, blobs: Sequence[str]) -> Mapping[str, Collection[str]]:
-        """The nodes whose stores have each blob. Nodes that do not answer are left out."""
+        """The nodes whose stores have each blob. Nodes that do not answer, or cannot read a blob, are left out."""
         found: dict[str, set[str]] = {blob: set() for blob in blobs}
         for name, record in self._nodes().items():
             if record.blobs:
                 client = await self.client(job, record.blobs)
                 with contextlib.suppress(StoreUnreachable):
                     for blob in blobs:
-                        with contextlib.suppress(BlobMissing):
+                        try:
                             await client.stat(blob)
+                        except StoreUnreachable:
+                            raise
+                        except GcoreError as error:
+                            if not isinstance(error, BlobMissing):
+                                log.warning("the blob store of %s cannot send blob %s: %s", name, blob, error)
+                        else:
                             found[blob].add(name)
         return found
 

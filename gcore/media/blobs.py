@@ -54,6 +54,9 @@ GRACE_S = 120.0
 _DRAFTS = ".incoming"
 _LOCK = ".lock"
 _MODE = 0o444
+_UNREADABLE = frozenset({errno.EIO, errno.EACCES, errno.ELOOP, errno.EISDIR, errno.ENOTDIR, errno.EBADMSG})
+"""Errors of the disk about one file."""
+
 _CANNOT_LINK = frozenset({errno.EXDEV, errno.EMLINK, errno.EPERM, errno.EOPNOTSUPP})
 
 
@@ -68,7 +71,7 @@ class StoreCounters:
     blobs_deleted: int = 0
     """Blobs that were deleted to make room."""
     blobs_damaged: int = 0
-    """Blobs that were removed because their bytes had changed."""
+    """Blobs that were removed because their bytes had changed, or cannot be read."""
 
     blobs: int = 0
     stored: int = 0
@@ -213,6 +216,7 @@ class BlobStore:
             self._forget(key, blob)
             raise BlobMissing(f"blob {sha256} of job {job} was deleted from the folder of the store") from error
         except OSError as error:
+            self._drop_unreadable(key, blob, error)
             raise disk_error(f"cannot open {path}", error) from error
         try:
             self._verify(key, blob, file, again=again)
@@ -342,12 +346,26 @@ class BlobStore:
                 file.seek(0)
                 blob.verified = right
         except OSError as error:
+            self._drop_unreadable(key, blob, error)
             raise disk_error(f"cannot read {self._path(key)}", error) from error
         if not right:
             self._forget(key, blob)
             with self._lock:
                 self._count(blobs_damaged=1)
             raise BlobDamaged(f"the bytes of blob {key.sha256} of job {key.job} have changed, so it was removed")
+
+    def _drop_unreadable(self, key: BlobKey, blob: StoredBlob, error: OSError) -> None:
+        """Remove a blob that the disk cannot read, so that the store gets it again from elsewhere. Raises BlobDamaged; returns
+        for an error that is not about this file."""
+        if error.errno not in _UNREADABLE:
+            return
+        with contextlib.suppress(StoreFailed):  # what cannot be deleted stays, and no longer counts
+            self._forget(key, blob)
+        with self._lock:
+            self._count(blobs_damaged=1)
+        raise BlobDamaged(
+            f"blob {key.sha256} of job {key.job} cannot be read ({os.strerror(error.errno)}), so it was removed"
+        ) from error
 
     def _forget(self, key: BlobKey, blob: StoredBlob) -> None:
         """Remove a blob that cannot be used, unless it was replaced meanwhile."""

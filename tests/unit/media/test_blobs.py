@@ -4,7 +4,7 @@ import errno
 import hashlib
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -143,6 +143,37 @@ def test_a_truncated_or_deleted_file_counts_as_missing(store: BlobStore) -> None
     assert not store.confirm("job", two)
     assert store.counters().stored == 0
     assert files(store.folder) == []
+
+
+def _becomes_a_loop(path: Path) -> None:
+    path.unlink()
+    path.symlink_to(path)
+
+
+def _becomes_a_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+@pytest.mark.parametrize("damage_file", [_becomes_a_loop, _becomes_a_folder])
+def test_a_blob_that_the_disk_cannot_read_counts_as_missing(
+    store: BlobStore, tmp_path: Path, damage_file: Callable[[Path], None]
+) -> None:
+    """Otherwise a rank would ask for it without end, and no controller would issue its group again."""
+    blob = store.put_bytes("job", DATA)
+    damage_file(store.path("job", blob.sha256))
+    assert store.link_to("job", [blob.sha256], tmp_path) == [blob.sha256]
+    assert not store.confirm("job", blob)
+    assert (store.counters().stored, store.counters().blobs_damaged) == (0, 1)
+
+
+def test_a_blob_stays_if_an_error_is_not_about_its_file(store: BlobStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    blob = store.put_bytes("job", DATA)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", lambda *_: (_ for _ in ()).throw(OSError(errno.EMFILE, os.strerror(errno.EMFILE))))
+        with pytest.raises(StoreFailed, match="Too many open files"):
+            store.open("job", blob.sha256)
+    assert store.confirm("job", blob)
 
 
 def test_bytes_that_are_stored_again_replace_a_damaged_file_and_begin_a_grace_time(

@@ -26,12 +26,21 @@ from controllers.workers.job_media import RENEW_S, REPORT_S, JobMedia
 from gcore.config import JobSpec, parse_spec
 from gcore.config.node import NodeConfig
 from gcore.config.train import TrainSpec
-from gcore.errors import DataError, EngineError, EngineUnreachable, SpecError
+from gcore.errors import DataError, EngineError, EngineUnreachable, GcoreError, NotAllowed, SpecError
 from gcore.ledger.records.job import NodeRecord
 from gcore.media.client import BlobFetch
 from gcore.media.pictures import PictureError
 from gcore.media.placeholders import PictureRule
-from gcore.media.protocol import TRANSFERS, Blob, BlobTooLarge, StoreDiskFull, StoreFull, StoreUnreachable
+from gcore.media.protocol import (
+    TRANSFERS,
+    Blob,
+    BlobMissing,
+    BlobTooLarge,
+    StoreDiskFull,
+    StoreFailed,
+    StoreFull,
+    StoreUnreachable,
+)
 from gcore.observability.metrics import Metrics
 from gcore.reward.api import PictureFile
 from gcore.rollout.api import PicturesUnavailable
@@ -209,6 +218,34 @@ async def test_the_blobs_of_an_ended_job_are_deleted_also_if_the_store_does_not_
 def test_the_port_of_a_store_stays_the_same(tmp_path: Path) -> None:
     first, again = (node_blobs(tmp_path, FakeClock()).address for _ in range(2))
     assert first == again != ""
+
+
+@pytest.mark.parametrize(
+    "error", [StoreFailed("status 500"), NotAllowed("status 401"), StoreUnreachable("no answer"), BlobMissing("none")]
+)
+async def test_a_store_that_cannot_send_a_blob_is_left_out_when_it_is_located(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: GcoreError
+) -> None:
+    """Otherwise the error would end the job's session, and no holder would drop the group."""
+
+    class Store:
+        def __init__(self, address: str) -> None:
+            self.address = address
+
+        async def stat(self, sha256: str) -> int:
+            if self.address == "broken" and sha256 == "a":
+                raise error
+            return 7
+
+    async def client(job: str, address: str) -> Store:
+        return Store(address)
+
+    blobs = node_blobs(tmp_path, FakeClock())
+    monkeypatch.setattr(blobs, "client", client)
+    monkeypatch.setattr(blobs, "_nodes", lambda: {name: SimpleNamespace(blobs=name) for name in ("broken", "good", "")})
+    found = await blobs.locate("job", ["a", "b"])
+    assert found["a"] == {"good"}
+    assert found["b"] == ({"good"} if isinstance(error, StoreUnreachable) else {"good", "broken"})
 
 
 async def test_the_folders_of_worlds_that_no_rank_needs_are_deleted(tmp_path: Path) -> None:
