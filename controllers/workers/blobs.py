@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import importlib.util
 import logging
 import os
@@ -25,6 +26,7 @@ from gcore.api.tls import PLAIN, Connector
 from gcore.config.node import NodeConfig
 from gcore.errors import GcoreError, StoreUnavailable
 from gcore.ledger.records.job import NodeRecord
+from gcore.media.blobs import is_in_use
 from gcore.media.protocol import BlobMissing, StoreUnreachable, blob_path, job_key
 from gcore.observability.metrics import BlobMetrics
 from gcore.store import keys
@@ -135,6 +137,8 @@ class NodeBlobs:
         self._http: BlobHttp | None = None
         self._child: ChildProcess | None = None
         self._told: dict[str, str] = {}
+        self._failure = ""
+        """Why the process of the store failed; empty: it has not, since it was started."""
         self._found = {name for name in _folders_in(self.folder) | _folders_in(self._home / WORLDS) if name[0] != "."}
         """Jobs of which this node had blobs when the daemon started, without those that have ended."""
         self._listen_port = self._port() if can_serve() else 0
@@ -154,10 +158,14 @@ class NodeBlobs:
         return self._home / "blobs" / self._config.node
 
     def _port(self) -> int:
-        """The port of the store: that of the last run, if there is one."""
+        """The port of the store: that of the last run, which train ranks know that outlived it. A new one if a process has
+        taken that port, other than the store of the last run, which may still be ending."""
         file = self._home / "blobs" / f"{self._config.node}.port"
-        with contextlib.suppress(OSError, ValueError):
-            return int(file.read_text())
+        with contextlib.suppress(OSError, ValueError, OverflowError):
+            known, host = int(file.read_text()), self._config.workers_listen_on
+            if not _is_taken(host, known) or is_in_use(self.folder) or not _is_taken(host, known):
+                return known
+            log.warning("another process uses port %d of the blob store, which gets a new one", known)
         with listen(self._config.workers_listen_on) as free:
             port = int(free.getsockname()[1])
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -176,9 +184,11 @@ class NodeBlobs:
         failures = 0
         while True:
             began = self._clock.monotonic()
+            self._failure = ""
             try:
                 await self._run_once()
-                why = "the process of the blob store ended and is started again"
+                reason = f" ({self._failure})" if self._failure else ""
+                why = f"the process of the blob store ended{reason} and is started again"
             except GcoreError as error:
                 why = f"the blob store cannot be started: {error}"
             log.warning("%s", why)
@@ -230,6 +240,7 @@ class NodeBlobs:
         if isinstance(event, ChildServes):
             self._serving.set()
         if isinstance(event, ChildFailed):
+            self._failure = event.reason.rstrip(".")
             log.warning("the blob store failed: %s", event.reason)
 
     def _others(self) -> dict[str, str]:
@@ -362,6 +373,17 @@ class NodeBlobs:
                         else:
                             found[blob].add(name)
         return found
+
+
+def _is_taken(host: str, port: int) -> bool:
+    """Whether a process listens at the port. Raises OSError for an unusable host."""
+    try:
+        listen(host, port).close()
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
+        return True
+    return False
 
 
 def _find_lost(folder: Path, media: Iterable[Medium]) -> str | None:

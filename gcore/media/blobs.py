@@ -521,6 +521,17 @@ def _copy(source: BinaryIO, target: Path) -> None:
         os.fchmod(file.fileno(), _MODE)
 
 
+def is_in_use(folder: Path) -> bool:
+    """Whether a process has opened the blob store in this folder. Raises OSError."""
+    if not (folder / _LOCK).exists():
+        return False
+    try:
+        _lock_folder(folder).close()
+    except UsageError:
+        return True
+    return False
+
+
 def _lock_folder(folder: Path) -> BinaryIO:
     file = (folder / _LOCK).open("ab")
     try:

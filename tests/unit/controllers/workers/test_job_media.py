@@ -28,6 +28,7 @@ from gcore.config.node import NodeConfig
 from gcore.config.train import TrainSpec
 from gcore.errors import DataError, EngineError, EngineUnreachable, GcoreError, NotAllowed, SpecError
 from gcore.ledger.records.job import NodeRecord
+from gcore.media.blobs import BlobStore
 from gcore.media.client import BlobFetch
 from gcore.media.pictures import PictureError
 from gcore.media.placeholders import PictureRule
@@ -46,6 +47,7 @@ from gcore.reward.api import PictureFile
 from gcore.rollout.api import PicturesUnavailable
 from gcore.system.clock import Clock
 from gcore.system.concurrency import cancel_all
+from gcore.system.network import listen
 from gcore.testing import FakeClock, MemoryCluster, MemoryStore, PerfectNetwork
 from gcore.types import Group, Medium, PictureRef, Prompt, PromptRef, Sample, TokenOutput, Version, VersionSpan
 
@@ -218,6 +220,20 @@ async def test_the_blobs_of_an_ended_job_are_deleted_also_if_the_store_does_not_
 def test_the_port_of_a_store_stays_the_same(tmp_path: Path) -> None:
     first, again = (node_blobs(tmp_path, FakeClock()).address for _ in range(2))
     assert first == again != ""
+
+
+def test_a_store_gets_another_port_if_a_process_has_taken_that_of_its_last_run(
+    tmp_path: Path,
+) -> None:
+    """Otherwise it would never start, and all jobs with pictures would wait."""
+    first = node_blobs(tmp_path, FakeClock()).address
+    with listen("127.0.0.1", int(first.rpartition(":")[2])):
+        last = BlobStore(tmp_path / "blobs" / "n", 100, FakeClock())
+        assert node_blobs(tmp_path, FakeClock()).address == first, "the store of the last run is still ending"
+        last.close()
+        other = node_blobs(tmp_path, FakeClock()).address
+    assert other not in ("", first)
+    assert node_blobs(tmp_path, FakeClock()).address == other
 
 
 @pytest.mark.parametrize(
