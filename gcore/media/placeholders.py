@@ -35,6 +35,9 @@ _MOST_RESIZES = 16
 _MAX_SIDE = 4096
 """Idefics 3: longest side of a resized picture in pixels."""
 
+_FRAMES = 2
+"""Qwen-VL: default number of frames in a patch. A picture counts as that many equal frames."""
+
 _NEWLINE = "\n"
 
 
@@ -79,6 +82,7 @@ class PictureRule(ABC):
             )
         if files.images.get("do_resize") is False:
             raise files.error("do_resize is false")
+        _check_normalization(files)
         if kind is not SmartResizeRule and not (min_pixels is None and max_pixels is None):
             raise DataError(
                 f"min_pixels and max_pixels are not supported for models of the type {files.family!r}, whose processor "
@@ -286,9 +290,14 @@ class SmartResizeRule(PictureRule):
         self.video_token_id = folder.token_id("video_token_id")
         self.patch_size = folder.number(folder.images, "patch_size", 14)
         self.merge_size = folder.number(folder.images, "merge_size", 2)
-        for name, own in (("patch_size", self.patch_size), ("spatial_merge_size", self.merge_size)):
-            if folder.vision.get(name, own) != own:
-                raise folder.error(f"its {name} is {own}, but the model's is {folder.vision[name]}")
+        frames = folder.number(folder.images, "temporal_patch_size", _FRAMES)
+        for name, own, default in (
+            ("patch_size", self.patch_size, self.patch_size),
+            ("spatial_merge_size", self.merge_size, self.merge_size),
+            ("temporal_patch_size", frames, _FRAMES),
+        ):
+            if (of_model := folder.vision.get(name, default)) != own:
+                raise folder.error(f"its {name} is {own}, but the model's is {of_model}")
         size = folder.mapping(folder.images, "size")
         least = folder.images.get("min_pixels") or size.get("shortest_edge") or size.get("min_pixels")
         most = folder.images.get("max_pixels") or size.get("longest_edge") or size.get("max_pixels")
@@ -577,6 +586,18 @@ FAMILIES: Mapping[str, Any] = {
     "llava": FixedRule,
 }
 """The rules by model type."""
+
+
+def _check_normalization(files: ModelFiles) -> None:
+    """Raise DataError for a processor whose mean or deviation of pixels cannot be used: every logit would be NaN."""
+    for name in ("image_mean", "image_std"):
+        value = files.images.get(name)
+        numbers: list[Any] = value if isinstance(value, list) else [value]
+        plain = all(type(one) in (int, float) and math.isfinite(one) for one in numbers)
+        if value is not None and (not plain or len(numbers) not in (1, 3)):
+            raise files.error(f"{name} is {value!r}, not three numbers")
+        if name == "image_std" and 0 in numbers:
+            raise files.error("image_std contains 0, by which pixels would be divided")
 
 
 def _scale_to(height: int, width: int, longest: int) -> Size:

@@ -367,6 +367,18 @@ def edit(name: str, **changes: Any) -> Callable[[Path], object]:
         ("qwen3_vl", edit("preprocessor_config.json", patch_size="8"), "patch_size is '8', not a positive whole"),
         ("qwen3_vl", lambda folder: (folder / "config.json").unlink(), "not a model: it has no config.json"),
         ("qwen3_vl", shutil.rmtree, "the model folder does not exist"),
+        (
+            "qwen3_vl",
+            edit("preprocessor_config.json", temporal_patch_size=1),
+            "temporal_patch_size is 1, but the model's is 2",
+        ),
+        ("qwen3_vl", edit("preprocessor_config.json", image_std=[0.5, 0, 0.5]), "image_std contains 0"),
+        (
+            "llava",
+            edit("preprocessor_config.json", image_mean=[0.5, 0.5]),
+            r"image_mean is \[0\.5, 0\.5\], not three numbers",
+        ),
+        ("gemma3", edit("preprocessor_config.json", image_std="x"), "image_std is 'x', not three numbers"),
         ("qwen3_vl", lambda folder: (folder / "preprocessor_config.json").write_text("[1]"), "not contain a JSON obj"),
         ("gemma3", edit("preprocessor_config.json", do_pan_and_scan=True), "do_pan_and_scan is true"),
         ("gemma3", edit("processor_config.json", image_seq_length=5), "is 5, but the model's mm_tokens_per_image is 4"),
