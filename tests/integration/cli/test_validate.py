@@ -20,6 +20,7 @@ from controllers.api.submission.checks import check_submission
 from gcore.config import load_spec
 from gcore.errors import UsageError
 from gcore.media.placeholders import PictureRule
+from gcore.testing.models import make_tiny_model
 from gcore.testing.vision_models import make_picture, make_tiny_vision_model
 
 TEMPLATE = "{% for m in messages %}{{ m.role }} : {{ m.content }} {% endfor %}"
@@ -121,7 +122,7 @@ def test_a_sample_is_named_as_one(folder: Path) -> None:
     assert "sums: 4 of 40 prompts were tokenized, evenly spaced." in done.stdout
 
 
-def test_pictures_are_shown_with_their_sizes_and_tokens_and_missed_where_the_spec_leaves_them_out(
+def test_pictures_are_shown_with_their_sizes_and_tokens_and_refused_where_the_spec_leaves_them_out(
     tmp_path: Path,
 ) -> None:
     model = make_tiny_vision_model(tmp_path / "model")
@@ -138,7 +139,10 @@ def test_pictures_are_shown_with_their_sizes_and_tokens_and_missed_where_the_spe
     seen = [rule.target_size(20, 40), rule.target_size(64, 128)]
     shown = " to ".join(f"{width}x{height} ({rule.token_count(height, width)} tokens)" for height, width in seen)
     assert f"data: 2 pictures, 40x20 to 128x64 pixels. The model sees {shown}." in done.stdout.split("\n")
-    done = validate(tmp_path, "--set", "data.images=null", "--set", "data.max_pixels=null")
+    without = ("--set", "data.images=null", "--set", "data.max_pixels=null")
+    assert "has 1 image marker, but data.images is not set" in validate(tmp_path, *without).stderr
+    text = make_tiny_model(tmp_path / "text")
+    done = validate(tmp_path, *without, "--set", f"model.path={text}")
     assert "data: data.images is not set, so the model sees no pictures, and reads '<image>' as text." in done.stdout
     done = validate(tmp_path, "--set", "data.images=pictures")
     assert "0 pictures, because its field 'pictures' is missing or null. Correct data.images. Or write" in done.stderr
