@@ -13,6 +13,7 @@ import json
 import math
 import os
 import shutil
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -60,7 +61,7 @@ from gcore.rollout.agents.server import try_agent
 from gcore.rollout.environments.pool import try_environment
 from gcore.rollout.environments.tools import TagCallFormat, call_format
 from gcore.system.slots import is_cpu
-from gcore.types import Prompt
+from gcore.types import PictureRef, Prompt
 from gcore.worker.sandbox.child import encode_line
 from gcore.worker.sandbox.process import ProcessEnded, SandboxProcess, check_ready
 from placement.mapping.workload import relevant_sizes
@@ -675,15 +676,16 @@ def _try_reward(rewards: RewardTrial, checked: CheckedSource, spec: JobSpec) -> 
     entry whose prompt was counted.
 
     Raises PluginFault if the reward fails for all of the few prompts, and for the first entry whose answer it cannot use. Judges are not
-    queried. A reward that opens pictures gets the files of the data, which are not resized.
+    queried. A reward that opens pictures gets copies of the data's files, which are not resized.
     """
     source, dataset = checked.opened.source, checked.opened.dataset
     for reward in reward_functions(source.reward, {judge.name: judge for judge in spec.judges}):
         failed: RewardError | None = None
         for index in range(min(len(dataset), REWARDS_TRIED)):
             entry = dataset.entry(index)
-            files = [PictureFile(one.path, one.sha256) for one in checked.opened.pictures_of(entry)]
-            result = rewards.score(reward, entry, Response("", 0, environment=0.0, files=files))
+            with tempfile.TemporaryDirectory(prefix="gcore-pictures-") as copies:
+                files = [_copy_picture(one, Path(copies)) for one in checked.opened.pictures_of(entry)]
+                result = rewards.score(reward, entry, Response("", 0, environment=0.0, files=files))
             failed = result if isinstance(result, RewardError) else None
             if failed is None:
                 break
@@ -697,6 +699,17 @@ def _try_reward(rewards: RewardTrial, checked: CheckedSource, spec: JobSpec) -> 
             raise PluginFault(
                 error.what, where=f"{where}, {dataset.name_of(chosen[place])}", fix=error.fix, trace=error.trace
             ) from error
+
+
+def _copy_picture(picture: PictureRef, folder: Path) -> PictureFile:
+    """Copy the file of a picture, named by its SHA-256 as in a blob store, so that a reward cannot change the data. Raises
+    DataError."""
+    target = folder / picture.sha256
+    try:
+        shutil.copyfile(picture.path, target)
+    except OSError as error:
+        raise DataError(f"cannot copy the picture ({error.strerror})", where=picture.path) from error
+    return PictureFile(str(target), picture.sha256)
 
 
 def _check_step_size(spec: JobSpec) -> None:

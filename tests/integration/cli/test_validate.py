@@ -148,6 +148,30 @@ def test_pictures_are_shown_with_their_sizes_and_tokens_and_refused_where_the_sp
     assert "0 pictures, because its field 'pictures' is missing or null. Correct data.images. Or write" in done.stderr
 
 
+WIPE = """
+def score(response, fields):
+    for path in response.pictures:
+        path.chmod(0o600)
+        path.write_bytes(b"")
+    return 1.0
+"""
+
+
+def test_a_reward_that_writes_to_pictures_does_not_change_the_data(tmp_path: Path) -> None:
+    model = make_tiny_vision_model(tmp_path / "model")
+    (tmp_path / "wipe.py").write_text(WIPE)
+    (tmp_path / "a.png").write_bytes(picture := make_picture(20, 40))
+    entries = [{"prompt": f"<image>{number}?", "images": "a.png", "answer": "1"} for number in range(8)]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    data = {"path": "data.jsonl", "shards": 4, "images": "images"}
+    tree = {"name": "wiped", "model": {"path": str(model)}, "flow": {"steps": 2, "groups_per_step": 2}}
+    tree |= {"data": data, "rollout": {"max_new_tokens": 4}, "reward": {"file": "wipe.py:score"}}
+    (tmp_path / "spec.yaml").write_text(json.dumps(tree))
+    done = validate(tmp_path)
+    assert "a picture of the prompt has other bytes than its SHA-256 says" in done.stderr
+    assert (tmp_path / "a.png").read_bytes() == picture
+
+
 MISTAKES: list[tuple[str, tuple[str, ...], Callable[[Path], object], str]] = [
     (
         "weights that are cut off",
