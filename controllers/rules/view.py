@@ -522,7 +522,10 @@ class JobView:
     def fetching(self, seal: Seal, rank: int) -> Mapping[str, Fetching]:
         """The samples of `seal` that `rank` has received without all their blobs, by group digest."""
         known = self.ranks.get(rank)
-        return known.fetching if known is not None and self._holds(known.holding, seal) else {}
+        if known is None or not self._holds(known.holding, seal):
+            return {}
+        sealed = {group.digest for group in seal.groups}  # an earlier attempt may have had a group that is dropped
+        return {digest: one for digest, one in known.fetching.items() if digest in sealed}
 
     def _missing(self, seal: Seal, rank: int, known: RankView | None) -> Mapping[str, set[int]]:
         held = known.held if known is not None and self._holds(known.holding, seal) else {}

@@ -109,9 +109,10 @@ def test_pictures_of_tools_are_trained_while_stores_lose_blobs_and_restart(
     assert any("lose" in line and "blobs" in line for line in ended.history)
 
 
-@pytest.mark.parametrize("seed", [722, 3499])
+@pytest.mark.parametrize("seed", [722, 3499, 5433])
 def test_a_rank_gets_room_for_blobs_of_another_node(seed: int) -> None:
-    """The store of its own node is full of groups in no seal (722), or of duplicates of sealed ones (3499)."""
+    """The store of its own node is full of groups in no seal (722), of duplicates of sealed ones (3499), or of
+    a reservation for a group that was dropped (5433)."""
     ended = tell_story(Story.of(seed))
     assert not ended.wrong, ended.why
 

@@ -328,6 +328,20 @@ def test_a_node_knows_the_bytes_that_its_own_ranks_lack() -> None:
     assert view.lacking_bytes(nodes[0]) == 0
 
 
+def test_ranks_lack_no_bytes_of_groups_that_are_not_in_the_seal() -> None:
+    """A rank keeps the samples of an earlier attempt if steps come in parts, also of a group that was dropped since."""
+    view, seal = with_sealed_step(running(), holder=PEER)
+    fetching = with_fetching_ranks(view, seal, 10)
+    node, digest = view.plan.ranks[0].node, seal.groups[0].digest
+    others = {
+        rank: replace(known, fetching={"dropped": Fetching(frozenset({0}), 100, 0, frozenset({"ab" * 32}))})
+        for rank, known in fetching.ranks.items()
+    }
+    assert fetching.fetching(seal, 0)[digest].fetched == 10
+    assert replace(view, ranks=others).fetching(seal, 0) == {}
+    assert replace(view, ranks=others).lacking_bytes(node) == 0
+
+
 @pytest.mark.parametrize("absent", ["head", "plan"])
 def test_ranks_lack_no_bytes_before_the_first_placement_of_a_job(absent: str) -> None:
     view, seal = with_sealed_step(running(), holder=PEER)
