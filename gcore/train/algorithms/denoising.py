@@ -1,0 +1,140 @@
+"""Advantages and losses for denoising models: flow matching and diffusion.
+
+A *row* is one trained denoising step of one sample; rows are independent of each other. Log-probabilities are means over
+dimensions (`gcore.diffusion.steps`), so ratios are within about 1e-4 of 1, and clip ranges are of this order.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+StdOf = Literal["batch", "group"]
+
+
+def denoising_advantages(
+    rewards: Tensor, group_index: Tensor, *, std_of: StdOf, ddof: int, epsilon: float, clip: float | None
+) -> Tensor:
+    """Advantages (R - mean of the group) / (std + epsilon), at most `clip` in size.
+
+    `rewards` [n]. `group_index` [n] int64: equal for samples of one prompt. `std_of`: "batch" takes the deviation of all
+    rewards (Flow-GRPO), "group" of the group's own (DanceGRPO). `ddof`: 0 for the population's, 1 for the sample's
+    deviation. Returns [n] float64. A group with equal rewards gets exactly zeros. Raises ValueError for rewards that are
+    not finite, and for a group of one sample whose own deviation with `ddof` 1 is needed.
+    """
+    values = rewards.detach().to(torch.float64)
+    if not bool(torch.isfinite(values).all()):
+        raise ValueError("rewards must be finite")
+    _, inverse, counts = torch.unique(group_index, return_inverse=True, return_counts=True)
+    sums = torch.zeros(len(counts), dtype=torch.float64).index_add_(0, inverse, values)
+    centred = values - (sums / counts)[inverse]
+    squares = torch.zeros_like(sums).index_add_(0, inverse, centred**2)
+    highest = torch.full_like(sums, -torch.inf).scatter_reduce(0, inverse, values, "amax")
+    lowest = torch.full_like(sums, torch.inf).scatter_reduce(0, inverse, values, "amin")
+    centred = torch.where((highest == lowest)[inverse], 0.0, centred)  # the mean of equal numbers may be rounded
+    if std_of == "batch":
+        if len(values) <= ddof:
+            raise ValueError(f"the deviation of {len(values)} rewards with ddof {ddof} is not defined")
+        std = (((values - values.mean()) ** 2).sum() / (len(values) - ddof)).sqrt()
+    else:
+        if bool((counts <= ddof).any()):
+            raise ValueError("a group of one sample has no deviation; use at least 2 samples per prompt")
+        std = (squares / (counts - ddof)).sqrt()[inverse]
+    advantages = centred / (std + epsilon)
+    return advantages if clip is None else advantages.clamp(-clip, clip)
+
+
+def clipped_loss(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, *, clip: float) -> Tensor:
+    """PPO's clipped loss by row: max(-A·r, -A·clip(r, 1 - clip, 1 + clip)) with r = exp(log_prob - old_log_prob).
+
+    All [rows]; the gradient flows through `log_prob` only. Flow-GRPO (arXiv 2505.05470) uses a clip of 1e-4 with adapters
+    and 1e-5 for whole models.
+    """
+    ratio = (log_prob - old_log_prob.detach()).exp()
+    gain = advantages.detach().to(log_prob.dtype)
+    return torch.maximum(-gain * ratio, -gain * ratio.clamp(1 - clip, 1 + clip))
+
+
+def guarded_loss(
+    log_prob: Tensor,
+    old_log_prob: Tensor,
+    advantages: Tensor,
+    mean_gap: Tensor,
+    std: Tensor,
+    delta: Tensor,
+    *,
+    clip: float,
+) -> Tensor:
+    """GRPO-Guard's loss by row (arXiv 2510.22319): the clipped loss with a ratio of mean 1 and equal spread at all steps.
+
+    r = exp((log_prob - old_log_prob + mean_gap / (2 std²))·std), and the loss is divided by -delta. `mean_gap` [rows]: mean
+    over dimensions of (mean - mean of the old policy)². `std` [rows]: of the step. `delta` [rows]: σ' - σ, negative.
+    """
+    corrected = log_prob - old_log_prob.detach() + mean_gap.detach() / (2 * std**2)
+    ratio = (corrected * std).exp()
+    gain = advantages.detach().to(log_prob.dtype)
+    return torch.maximum(-gain * ratio, -gain * ratio.clamp(1 - clip, 1 + clip)) / -delta
+
+
+class NftLoss(NamedTuple):
+    """`policy`, `kl`: scalars. The loss is policy + kl_coef·kl."""
+
+    policy: Tensor
+    kl: Tensor
+
+
+def nft_weights(advantages: Tensor, *, most: float) -> Tensor:
+    """DiffusionNFT's probability that a sample is a good one: r = clamp(A / most / 2 + 1/2, 0, 1). [n] like the advantages."""
+    return (advantages / most / 2 + 0.5).clamp(0, 1)
+
+
+def nft_loss(
+    velocity: Tensor,
+    old_velocity: Tensor,
+    reference: Tensor | None,
+    state: Tensor,
+    clean: Tensor,
+    level: Tensor,
+    weights: Tensor,
+    *,
+    beta: float,
+    most: float,
+) -> NftLoss:
+    """DiffusionNFT (arXiv 2509.16117): pull towards good samples and push away from bad ones, on the forward process.
+
+    `state` [rows, ...] = (1 - t)·clean + t·ε at level t = `level` [rows]; `velocity`, `old_velocity` and `reference` are
+    the networks' velocities there (`reference` None: no KL). `weights` [rows]: `nft_weights`. `beta`: mixture of the new
+    and the old velocity. `most`: the bound of advantages, which scales the loss. Each branch's error is divided by its own
+    detached mean size, at least 1e-5. The gradient flows through `velocity` only; at v = v_old both branches are equal,
+    and its factor is (2r - 1).
+    """
+    t = level.reshape(-1, *(1,) * (state.dim() - 1)).to(state.dtype)
+    old = old_velocity.detach()
+    positive = beta * velocity + (1 - beta) * old
+    negative = (1 + beta) * old - beta * velocity
+    errors = []
+    for branch in (positive, negative):
+        gap = (state - t * branch) - clean
+        scale = gap.detach().double().abs().flatten(1).mean(1).clamp(min=1e-5).to(gap.dtype)
+        errors.append((gap**2).flatten(1).mean(1) / scale)
+    r = weights.detach().to(velocity.dtype)
+    policy = most * ((r * errors[0] + (1 - r) * errors[1]) / beta).mean()
+    kl = torch.zeros_like(policy)
+    if reference is not None:
+        kl = ((velocity - reference.detach()) ** 2).flatten(1).mean(1).mean()
+    return NftLoss(policy, kl)
+
+
+def nft_decay(step: int, *, kind: Literal[0, 1, 2]) -> float:
+    """How much of the old weights stays after a training step: old ← d·old + (1 - d)·new. `step` counts from 0.
+
+    `kind` 0: nothing. 1: min(0.5, 0.001·step). 2: nothing until step 75, then min(0.999, 0.0075·(step - 75)). These are
+    the schedules of DiffusionNFT's own code.
+    """
+    if kind == 0:
+        return 0.0
+    if kind == 1:
+        return min(0.5, 0.001 * step)
+    return min(0.999, 0.0075 * max(0, step - 75))
