@@ -90,6 +90,19 @@ class EngineLaunch(FrontEndLaunch):
     blobs: str = Field("", description="folder of pictures that requests may name; default: none")
 
 
+class DiffusersLaunch(FrontEndLaunch):
+    """Launch document of the diffusers engine."""
+
+    kind: Literal["diffusers"] = "diffusers"
+    device: str | None = Field(None, description="cpu or cuda; default: cuda if available")
+    guidance: float = Field(1.0, ge=0, description="guidance with which pictures are sampled; up to 1: none")
+    height: PositiveInt | None = Field(None, description="height of pictures in pixels; default: the pipeline's")
+    width: PositiveInt | None = Field(None, description="width of pictures in pixels; default: the pipeline's")
+    blob_store: str = Field("", description="base URL of the blob store for arrays; default: arrays are in answers")
+    blob_key: str = Field("", repr=False, description="key of the job for that store")
+    job_uid: str = Field("", description="the job whose arrays they are")
+
+
 class SglangLaunch(ServerLaunch):
     """Launch document of the SGLang worker."""
 
@@ -114,8 +127,9 @@ Launch = TypeVar("Launch", bound=ServerLaunch)
 
 
 def check_folder(model: str) -> None:
-    """Raise DataError unless the folder `model` has a config.json. Cheap: call it before torch is imported."""
-    if not (Path(model) / "config.json").is_file():
+    """Raise DataError unless the folder `model` has a config.json, or is a pipeline of diffusers. Cheap: call it before
+    torch is imported."""
+    if not any((Path(model) / name).is_file() for name in ("config.json", "model_index.json")):
         raise DataError(
             "the folder has no config.json, so it is not a model folder",
             where=model,
@@ -126,6 +140,11 @@ def check_folder(model: str) -> None:
 def parse_engine_launch(document: Mapping[str, Any]) -> EngineLaunch:
     """Parse the launch document of the torch or the Hugging Face engine. Raises UsageError."""
     return _checked(EngineLaunch, dict(document), "launch document")
+
+
+def parse_diffusers_launch(document: Mapping[str, Any]) -> DiffusersLaunch:
+    """Parse the launch document of the diffusers engine. Raises UsageError."""
+    return _checked(DiffusersLaunch, dict(document), "launch document")
 
 
 def parse_sglang_launch(document: Mapping[str, Any]) -> SglangLaunch:
@@ -144,6 +163,11 @@ def parse_engine_arguments(program: str, arguments: Sequence[str]) -> EngineLaun
     Raises UsageError for an invalid value; for other mistakes argparse ends the process.
     """
     return _parsed(EngineLaunch, f"python -m {program}", arguments)
+
+
+def parse_diffusers_arguments(program: str, arguments: Sequence[str]) -> DiffusersLaunch:
+    """Parse the command line of `program`, the diffusers engine. Raises like `parse_engine_arguments`."""
+    return _parsed(DiffusersLaunch, f"python -m {program}", arguments)
 
 
 def parse_vllm_arguments(arguments: Sequence[str]) -> VllmLaunch:

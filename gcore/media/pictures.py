@@ -28,7 +28,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, Literal
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 
 from gcore.errors import DataError
 from gcore.types import Medium
@@ -425,6 +425,13 @@ def _resize(image: Image.Image, height: int, width: int) -> Image.Image:
     from PIL.Image import Resampling
 
     return image if image.size == (width, height) else image.resize((width, height), Resampling.BICUBIC)
+
+
+def encode_png(pixels: Any) -> bytes:
+    """Return the PNG file of `pixels`, a numpy array [height, width, 3] of uint8."""
+    from PIL import Image
+
+    return _encode(Image.fromarray(pixels))
 
 
 def _encode(image: Image.Image) -> bytes:

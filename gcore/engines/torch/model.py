@@ -25,7 +25,7 @@ from transformers.utils import logging as transformers_logging
 
 from gcore.data.tokenizer import end_tokens
 from gcore.engines.detokenizer import Detokenizer
-from gcore.engines.launch import EngineLaunch
+from gcore.engines.launch import DiffusersLaunch, EngineLaunch
 from gcore.engines.pictures import PictureFeatures, PictureReader
 from gcore.engines.torch.attention import NAME, EngineAttention
 from gcore.engines.torch.fast_path import FastDecodeStep, patch_norms
@@ -585,7 +585,7 @@ def explain_memory_error(when: str, fix: str = MEMORY_FIX) -> Iterator[None]:
 TOO_BIG = "Serve a smaller model, free memory on this machine, or set dtype bfloat16"
 
 
-def device_of(launch: EngineLaunch) -> str:
+def device_of(launch: EngineLaunch | DiffusersLaunch) -> str:
     """Return the device on which the model runs. Raises UsageError if it does not exist."""
     device = launch.device or ("cuda" if torch.cuda.is_available() else "cpu")
     kind = device.partition(":")[0]

@@ -15,6 +15,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from gcore.api.tls import ReloadingFiles, serving_context
 from gcore.engines.detokenizer import Detokenizer
 from gcore.engines.launch import EngineLaunch, FrontEndLaunch
 from gcore.engines.serving.http import ApiKeys
-from gcore.engines.torch.async_engine import ModelThread
+from gcore.engines.torch.async_engine import AsyncEngine, ModelThread
 from gcore.engines.torch.classifier import ClassifierCore, ClassifierRequestHandler, classifier_app, start_classifier
 from gcore.engines.torch.engine import EngineCore, EngineLimits, GeneratorBase
 from gcore.engines.torch.frontend import RequestHandler, generator_app
@@ -112,11 +113,13 @@ DEATH_EXIT = 1
 def serve_engine(
     launch: FrontEndLaunch,
     control: ControlLine | None,
-    start: Callable[[Any, Detokenizer | None], Core] = start_core,
+    start: Callable[[Any, Detokenizer | None], Any] = start_core,
+    facade: Callable[[Any, Detokenizer | None, Any, Clock], tuple[AsyncEngine[Any, Any], ASGIApp]] | None = None,
 ) -> None:
     """Load the model of a launch document and serve it until the supervisor sends "stop" or a signal arrives.
 
-    `control`: connection to the supervisor; None: started by hand. `start`: creates the engine core for `launch`. Raises UsageError,
+    `control`: connection to the supervisor; None: started by hand. `start`: creates the engine core for `launch`.
+    `facade`: creates its request handler and application; None: those of a generator or classifier. Raises UsageError,
     DataError or EngineError if the engine cannot start.
     """
     _raise_descriptor_limit()
@@ -127,7 +130,9 @@ def serve_engine(
     text = Detokenizer.load(Path(launch.model))
     core = start(launch, text)
     sys.setswitchinterval(SWITCH_S)
-    asyncio.run(_run(core, text, launch, listener, control, SystemClock()))
+    clock = SystemClock()
+    made = partial(facade or _facade, core, text, launch, clock)
+    asyncio.run(_run(core, made, launch, listener, control, clock))
 
 
 def _facade(
@@ -162,14 +167,14 @@ def _description(core: Core, launch: FrontEndLaunch) -> dict[str, Any]:
 
 
 async def _run(
-    core: Core,
-    text: Detokenizer | None,
+    core: Any,
+    facade: Callable[[], tuple[AsyncEngine[Any, Any], ASGIApp]],
     launch: FrontEndLaunch,
     listener: socket.socket,
     control: ControlLine | None,
     clock: Clock,
 ) -> None:
-    desk, app = _facade(core, text, launch, clock)
+    desk, app = facade()
     report = None if control is None else control.report_progress
     runner: ModelThread[Any] = ModelThread(
         core, clock=clock, deliver=desk.deliver, report=report, on_death=_death(control)

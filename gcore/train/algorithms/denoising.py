@@ -1,7 +1,7 @@
 """Advantages and losses for denoising models: flow matching and diffusion.
 
 A *row* is one trained denoising step of one sample; rows are independent of each other. Log-probabilities are means over
-dimensions (`gcore.diffusion.steps`), so ratios are within about 1e-4 of 1, and clip ranges are of this order.
+dimensions (`gcore.models.diffusion.steps`), so ratios are within about 1e-4 of 1, and clip ranges are of this order.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ StdOf = Literal["batch", "group"]
 def denoising_advantages(
     rewards: Tensor, group_index: Tensor, *, std_of: StdOf, ddof: int, epsilon: float, clip: float | None
 ) -> Tensor:
-    """Advantages (R - mean of the group) / (std + epsilon), at most `clip` in size.
+    """Advantages [n] (R - mean of the group) / (std + epsilon), at most `clip` in size, as in Flow-GRPO (arXiv 2505.05470).
 
     `rewards` [n]. `group_index` [n] int64: equal for samples of one prompt. `std_of`: "batch" takes the deviation of all
     rewards (Flow-GRPO), "group" of the group's own (DanceGRPO). `ddof`: 0 for the population's, 1 for the sample's
@@ -47,7 +47,7 @@ def denoising_advantages(
 
 
 def clipped_loss(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, *, clip: float) -> Tensor:
-    """PPO's clipped loss by row: max(-A·r, -A·clip(r, 1 - clip, 1 + clip)) with r = exp(log_prob - old_log_prob).
+    """PPO's clipped loss [batch], by row: max(-A·r, -A·clip(r, 1 - clip, 1 + clip)) with r = exp(log_prob - old_log_prob).
 
     All [rows]; the gradient flows through `log_prob` only. Flow-GRPO (arXiv 2505.05470) uses a clip of 1e-4 with adapters
     and 1e-5 for whole models.
@@ -67,12 +67,13 @@ def guarded_loss(
     *,
     clip: float,
 ) -> Tensor:
-    """GRPO-Guard's loss by row (arXiv 2510.22319): the clipped loss with a ratio of mean 1 and equal spread at all steps.
+    """GRPO-Guard's loss [batch], by row (arXiv 2510.22319): the clipped loss with a ratio of mean 1 and equal spread at all steps.
 
     r = exp((log_prob - old_log_prob + mean_gap / (2 std²))·std), and the loss is divided by -delta. `mean_gap` [rows]: mean
-    over dimensions of (mean - mean of the old policy)². `std` [rows]: of the step. `delta` [rows]: σ' - σ, negative.
+    over dimensions of (mean - mean of the old policy)², with its gradient, as in the method's own code. `std` [rows]: of
+    the step. `delta` [rows]: σ' - σ, negative.
     """
-    corrected = log_prob - old_log_prob.detach() + mean_gap.detach() / (2 * std**2)
+    corrected = log_prob - old_log_prob.detach() + mean_gap / (2 * std**2)
     ratio = (corrected * std).exp()
     gain = advantages.detach().to(log_prob.dtype)
     return torch.maximum(-gain * ratio, -gain * ratio.clamp(1 - clip, 1 + clip)) / -delta
@@ -86,7 +87,7 @@ class NftLoss(NamedTuple):
 
 
 def nft_weights(advantages: Tensor, *, most: float) -> Tensor:
-    """DiffusionNFT's probability that a sample is a good one: r = clamp(A / most / 2 + 1/2, 0, 1). [n] like the advantages."""
+    """DiffusionNFT's probability [n] that a sample is a good one (arXiv 2509.16117): r = clamp(A / most / 2 + 1/2, 0, 1)."""
     return (advantages / most / 2 + 0.5).clamp(0, 1)
 
 
@@ -102,9 +103,10 @@ def nft_loss(
     beta: float,
     most: float,
 ) -> NftLoss:
-    """DiffusionNFT (arXiv 2509.16117): pull towards good samples and push away from bad ones, on the forward process.
+    """DiffusionNFT's loss, two scalars (arXiv 2509.16117): pull towards good samples and push away from bad ones, on the
+    forward process.
 
-    `state` [rows, ...] = (1 - t)·clean + t·ε at level t = `level` [rows]; `velocity`, `old_velocity` and `reference` are
+    `state` [batch, ...] = (1 - t)·clean + t·ε at level t = `level` [rows]; `velocity`, `old_velocity` and `reference` are
     the networks' velocities there (`reference` None: no KL). `weights` [rows]: `nft_weights`. `beta`: mixture of the new
     and the old velocity. `most`: the bound of advantages, which scales the loss. Each branch's error is divided by its own
     detached mean size, at least 1e-5. The gradient flows through `velocity` only; at v = v_old both branches are equal,
@@ -131,7 +133,7 @@ def nft_decay(step: int, *, kind: Literal[0, 1, 2]) -> float:
     """How much of the old weights stays after a training step: old ← d·old + (1 - d)·new. `step` counts from 0.
 
     `kind` 0: nothing. 1: min(0.5, 0.001·step). 2: nothing until step 75, then min(0.999, 0.0075·(step - 75)). These are
-    the schedules of DiffusionNFT's own code.
+    the schedules of DiffusionNFT's own code (arXiv 2509.16117).
     """
     if kind == 0:
         return 0.0

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from gcore.diffusion.steps import ddim_step, flow_step
-from gcore.diffusion.windows import WindowSchedule
+from gcore.models.diffusion.steps import ddim_step, flow_step
+from gcore.models.diffusion.windows import WindowSchedule
 from gcore.train.algorithms.denoising import clipped_loss, denoising_advantages, nft_decay, nft_loss, nft_weights
 
 CASES: dict[str, list[dict[str, Any]]] = json.loads(
@@ -88,7 +88,7 @@ def test_the_clipped_loss_with_kl(case: dict[str, Any]) -> None:
     log_prob, mean = f64(case["log_prob"]).requires_grad_(), f64(case["mean"]).requires_grad_()
     advantages = f64(case["advantages"]).clamp(-case["adv_clip_max"], case["adv_clip_max"])
     policy = clipped_loss(log_prob, f64(case["old_log_prob"]), advantages, clip=case["clip_range"]).mean()
-    from gcore.diffusion.steps import DenoisingStep
+    from gcore.models.diffusion.steps import DenoisingStep
 
     kl = DenoisingStep(mean, 0.1, case["std_dev_t"]).kl(f64(case["mean_ref"])).mean()
     loss = policy + case["beta"] * kl
