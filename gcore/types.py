@@ -285,14 +285,46 @@ class TokenOutput(NamedTuple):
     diffusion sample."""
 
 
+class DenoisingTrajectory(NamedTuple):
+    """A picture that a denoising policy generated, as the numbers of its trained steps. Its arrays are blobs.
+
+    `logprobs[i]` is the engine's log-probability of step `steps[i]`, a mean over the dimensions of the state
+    (`gcore.models.diffusion.steps`).
+    """
+
+    steps: tuple[int, ...]
+    """Trained denoising steps, ascending. Step i goes from level `sigmas[i]` to `sigmas[i + 1]`."""
+    sigmas: tuple[float, ...]
+    """All noise levels of the schedule, as the engine's scheduler has them: one more than its steps."""
+    logprobs: tuple[float, ...]
+    spans: tuple[VersionSpan, ...]
+    """Which versions computed which of `steps`, by place."""
+    seed: int
+    """From which the engine drew the noise of the steps."""
+    media: tuple[Medium, ...]
+    """The states around the trained steps, the picture, and the embeddings of the prompt: `trajectory`, `decoded` and
+    `embeds`."""
+
+    @property
+    def picture(self) -> Medium | None:
+        """The generated picture."""
+        return next((medium for medium in self.media if medium.kind == "decoded"), None)
+
+
+_DENOISING_TAG = struct.pack("<I", 2**32 - 1) + b"denoising"
+"""Begins the digest of a trajectory. No response has so many tokens, with whose number other digests begin."""
+
+
 @dataclass(frozen=True, slots=True, init=False)
 class Sample:
     """One response to a prompt, with its finish reason and reward.
 
+    A response is a text (`TokenOutput`) or a picture (`DenoisingTrajectory`). A picture has no tokens and no text.
+
     `reward_parts`: name and value of each part of the reward.
     """
 
-    output: TokenOutput
+    output: TokenOutput | DenoisingTrajectory
     finish_reason: FinishReason
     reward: float
     reward_parts: tuple[tuple[str, float], ...]
@@ -322,7 +354,7 @@ class Sample:
         observed_text: tuple[Range, ...] | None = None,
         prompt_ids: tuple[int, ...] | None = None,
         *,
-        output: TokenOutput | None = None,
+        output: TokenOutput | DenoisingTrajectory | None = None,
     ) -> None:
         """Create a sample from `output`, or from the fields of a `TokenOutput`. Fields replace those of `output`.
 
@@ -335,6 +367,8 @@ class Sample:
         else:
             given = (token_ids, logprobs, text, spans, observed, observed_text)
             if given != _NO_FIELDS:
+                if isinstance(output, DenoisingTrajectory):
+                    raise TypeError("a picture has no fields of a TokenOutput")
                 pairs = zip(output, (*given, None), strict=True)
                 output = TokenOutput._make(old if new is None else new for old, new in pairs)
         if finish_reason is None:
@@ -347,9 +381,16 @@ class Sample:
         _set(self, "prompt_ids", prompt_ids)
 
     @property
+    def tokens(self) -> TokenOutput:
+        """The output of a text. Raises TypeError for a picture."""
+        if not isinstance(self.output, TokenOutput):
+            raise TypeError("a picture has no tokens")
+        return self.output
+
+    @property
     def token_ids(self) -> tuple[int, ...]:
-        """Token ids of the output."""
-        return self.output.token_ids
+        """Token ids of the output; none of a picture."""
+        return self.output.token_ids if isinstance(self.output, TokenOutput) else ()
 
     @property
     def logprobs(self) -> tuple[float, ...]:
@@ -358,8 +399,8 @@ class Sample:
 
     @property
     def text(self) -> str:
-        """Text of the output."""
-        return self.output.text
+        """Text of the output; empty for a picture."""
+        return self.output.text if isinstance(self.output, TokenOutput) else ""
 
     @property
     def spans(self) -> tuple[VersionSpan, ...]:
@@ -369,17 +410,22 @@ class Sample:
     @property
     def observed(self) -> tuple[Range, ...]:
         """Observed token ranges of the output."""
-        return self.output.observed
+        return self.output.observed if isinstance(self.output, TokenOutput) else ()
 
     @property
     def observed_text(self) -> tuple[Range, ...]:
         """Observed character ranges of the output."""
-        return self.output.observed_text
+        return self.output.observed_text if isinstance(self.output, TokenOutput) else ()
 
     @property
     def media(self) -> tuple[Medium, ...]:
         """Media of the output."""
         return self.output.media
+
+    @property
+    def length(self) -> int:
+        """Number of trained positions: tokens, observed ones included, or trained denoising steps."""
+        return len(self.output.token_ids if isinstance(self.output, TokenOutput) else self.output.steps)
 
     @property
     def own_tokens(self) -> int:
@@ -401,8 +447,17 @@ class Sample:
 
     def digest(self) -> bytes:
         """SHA-256 over what training uses of the sample, little-endian: token IDs, log-probabilities, reward, mask,
-        observed ranges if there are any, and media if there are any (`media_bytes`)."""
+        observed ranges if there are any, and media if there are any (`media_bytes`). Of a picture: a tag, steps,
+        log-probabilities, reward, mask, levels and media."""
         h = hashlib.sha256()
+        if isinstance(self.output, DenoisingTrajectory):
+            steps, levels = self.output.steps, self.output.sigmas
+            n, k, m = len(steps), len(self.logprobs), len(levels)
+            h.update(_DENOISING_TAG)
+            h.update(struct.pack(f"<I{n}iI{k}ff?", n, *steps, k, *self.logprobs, self.reward, self.masked))
+            h.update(struct.pack(f"<I{m}f", m, *levels))
+            h.update(media_bytes(self.media))
+            return h.digest()
         n = len(self.token_ids)
         h.update(struct.pack(f"<I{n}i{n}ff?", n, *self.token_ids, *self.logprobs, self.reward, self.masked))
         h.update(struct.pack(f"<{2 * len(self.observed)}i", *(edge for range_ in self.observed for edge in range_)))

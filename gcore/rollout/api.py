@@ -57,10 +57,32 @@ class RequestPictures:
 
 
 @dataclass(frozen=True, slots=True)
+class DenoisingParams:
+    """How an engine generates pictures by denoising. `text`, `negative`: prompt and negative prompt. `kind`: of the random
+    steps. `random_steps`: their numbers, ascending, which are trained; None: all that can be. `noise_level`: of the kind.
+    `guidance`: with which the engine must have been started. `constants`: whether log-probabilities have the constants
+    of the normal distribution. `noise_seeds`: of the initial states; empty: the seeds of the samples."""
+
+    text: str
+    steps: int
+    height: int
+    width: int
+    guidance: float = 1.0
+    negative: str = ""
+    kind: Literal["sde", "cps", "dance", "ode"] = "sde"
+    noise_level: float = 0.7
+    random_steps: tuple[int, ...] | None = None
+    constants: bool = True
+    returns_states: bool = True
+    noise_seeds: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """Sampling parameters, and what else a request needs. `temperature` 0 is greedy; `top_k` None keeps the whole
     vocabulary. `adapter`: name of the adapter that the engine adds to its model; None: the policy. `pictures`: of the
-    prompt, whose tokens then have one image token for each; None: it has none."""
+    prompt, whose tokens then have one image token for each; None: it has none. `denoising`: how pictures are generated,
+    in place of all other fields; None: the response is a text."""
 
     temperature: float
     max_new_tokens: int
@@ -72,6 +94,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     adapter: str | None = None
     pictures: RequestPictures | None = None
+    denoising: DenoisingParams | None = None
 
 
 @dataclass(frozen=True, slots=True)

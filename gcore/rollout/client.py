@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import math
 import struct
@@ -24,12 +25,21 @@ import httpx
 
 from gcore.api.tls import PLAIN, Connector
 from gcore.errors import EngineError, EngineGaveUp, EngineLate, EngineMemoryUnknown, EngineUnreachable
-from gcore.rollout.api import Engine, PauseMode
+from gcore.rollout.api import DenoisingParams, Engine, PauseMode
 from gcore.rollout.api import ProgressCallback as ProgressCallback
 from gcore.rollout.api import RequestPictures as RequestPictures
 from gcore.rollout.api import SamplingParams as SamplingParams
 from gcore.rollout.transport import STREAMED, EngineTransport, split_lines
-from gcore.types import FinishReason, Medium, MediumKind, Sample, TokenOutput, Version, VersionSpan
+from gcore.types import (
+    DenoisingTrajectory,
+    FinishReason,
+    Medium,
+    MediumKind,
+    Sample,
+    TokenOutput,
+    Version,
+    VersionSpan,
+)
 
 SHA256_BYTES = 32
 
@@ -75,12 +85,67 @@ def parse_sample(answer: Mapping[str, Any]) -> Sample:
     return Sample(output=output, finish_reason=reason)
 
 
+def denoising_body(params: DenoisingParams, seeds: Sequence[int], rid: str) -> dict[str, Any]:
+    """A request for one picture per seed, with the fields of SGLang's diffusion server and gcore's own."""
+    body: dict[str, Any] = {
+        "prompt": params.text,
+        "negative_prompt": params.negative,
+        "seed": list(seeds),
+        "rid": _rids(rid, len(seeds)),
+        "height": params.height,
+        "width": params.width,
+        "num_inference_steps": params.steps,
+        "guidance_scale": params.guidance,
+        "rollout_sde_type": params.kind,
+        "rollout_noise_level": params.noise_level,
+        "rollout_log_prob_no_const": not params.constants,
+        "rollout_return_denoising_env": True,
+        "rollout_return_dit_trajectory": params.returns_states,
+    }
+    if params.noise_seeds:
+        body["noise_seed"] = list(params.noise_seeds)
+    if params.random_steps is not None:
+        body["rollout_sde_step_indices"] = list(params.random_steps)
+    return body
+
+
+def parse_picture(answer: Mapping[str, Any]) -> Sample:
+    """Parse one picture of a `/rollout/generate` response. An aborted one has no media and the finish reason "abort".
+
+    Raises KeyError, TypeError or ValueError for other input.
+    """
+    meta = answer["meta_info"]
+    steps = tuple(int(step) for step in answer["rollout_step_indices"])
+    logprobs = _as_float32(answer["rollout_log_probs"])
+    reason: FinishReason = meta["finish_reason"]["type"]
+    if reason not in ("stop", "abort"):
+        raise ValueError(f"its finish reason is {reason!r}, not stop or abort")
+    if reason == "stop" and len(logprobs) != len(steps):
+        raise ValueError(f"{len(steps)} steps came with {len(logprobs)} log-probabilities")
+    levels = _as_float32(answer["sigmas"], "a noise level")
+    if any(second >= first for first, second in itertools.pairwise(levels)):
+        raise ValueError("its noise levels do not fall")
+    named = (answer.get(name) for name in ("dit_trajectory", "generated_output", "denoising_env"))
+    media = tuple(_medium(one) for one in named if one is not None)
+    if any(one.kind == "trajectory" and one.dtype != "float32" for one in media):
+        raise ValueError("its states are not float32, in which their log-probabilities were computed")
+    output = DenoisingTrajectory(steps, levels, logprobs, _spans(meta, len(logprobs)), int(answer["seed"]), media)
+    return Sample(output=output, finish_reason=reason)
+
+
 def _medium(named: Mapping[str, Any]) -> Medium:
     """Parse the name of a blob that an engine has put into the store of its node."""
     kind, sha256, size = named["kind"], str(named["sha256"]), int(named["size"])
     if kind not in get_args(MediumKind) or len(bytes.fromhex(sha256)) != SHA256_BYTES or size < 1:
         raise ValueError(f"its medium has kind {kind!r}, SHA-256 {sha256!r} and {size} bytes")
     return Medium(kind, sha256, size, tuple(map(int, named["shape"])), str(named["dtype"]))
+
+
+def _broken_picture(answer: Any) -> str | None:
+    """Why the engine could not finish a picture; None if it did, or if the request was aborted."""
+    meta = answer.get("meta_info") if isinstance(answer, dict) else None
+    ending = meta.get("finish_reason") if isinstance(meta, dict) else None
+    return ending.get("broken") if isinstance(ending, dict) else None
 
 
 def parse_score(answer: Mapping[str, Any]) -> float | None:
@@ -240,6 +305,8 @@ class EngineClient:
         if not seeds:
             return ()
         each = [params] * len(seeds) if isinstance(params, SamplingParams) else params
+        if each[0].denoising is not None:
+            return await self._denoise(each[0].denoising, seeds, rid)
         body: dict[str, Any] = {
             "input_ids": [list(prompt_ids) for prompt_ids in prompts],
             "sampling_params": [sampling_body(one, seed) for one, seed in zip(each, seeds, strict=True)],
@@ -266,6 +333,22 @@ class EngineClient:
                 self._check_expansion(prompt_ids, one.pictures, answer)
         try:
             return tuple(parse_sample(answer) for answer in answers)
+        except (KeyError, TypeError, ValueError, IndexError) as error:
+            raise EngineError(f"the engine's response is invalid ({error!r})", where=self.base_url) from error
+
+    async def _denoise(self, params: DenoisingParams, seeds: Sequence[int], rid: str) -> tuple[Sample, ...]:
+        """Generate one picture per seed of one prompt, in one request. Raises EngineError."""
+        async with self._turns:
+            answers = await self._parsed(
+                await self._call("POST", "/rollout/generate", denoising_body(params, seeds, rid))
+            )
+        if not isinstance(answers, list) or len(answers) != len(seeds):
+            raise EngineError(f"the engine's response does not have {len(seeds)} pictures", where=self.base_url)
+        for answer in answers:
+            if (why := _broken_picture(answer)) is not None:
+                raise EngineError(f"a picture failed: {why}", where=self.base_url)
+        try:
+            return tuple(parse_picture(answer) for answer in answers)
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise EngineError(f"the engine's response is invalid ({error!r})", where=self.base_url) from error
 

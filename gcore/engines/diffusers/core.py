@@ -63,7 +63,8 @@ class DenoisingRequest:
 class DenoisingResult:
     """A finished sample, on the CPU. `logprobs`: of each of the request's steps. `states` [n, channels, height, width],
     float32: before and after each of these steps, each once (`kept_states`); without steps, or if they are not returned,
-    the finished state alone. `picture` [height, width, 3], uint8. `condition`: of the prompt.
+    the finished state alone. `picture` [height, width, 3], uint8. `condition`, `negative`: of the prompt, and of the
+    negative prompt if the engine guides.
     """
 
     logprobs: tuple[float, ...]
@@ -71,16 +72,19 @@ class DenoisingResult:
     states: Tensor
     picture: Tensor
     condition: Condition
+    negative: Condition | None
 
 
 @dataclass(frozen=True, slots=True)
 class DenoisingOutput:
-    """How a request ended; `result` is None if it was aborted or failed. `version`: of the weights at its end."""
+    """How a request ended; `result` is None if it was aborted or could not be finished. `version`: of the weights at its end."""
 
     number: int
     version: str
     ending: Finish
     result: DenoisingResult | None = None
+    broken: str = ""
+    """Why the picture could not be finished; empty if it was, or was aborted."""
 
 
 def kept_states(steps: Sequence[int]) -> tuple[int, ...]:
@@ -252,13 +256,11 @@ class DiffusionCore(EngineBase[DenoisingRequest, DenoisingOutput]):
 
     def _output(self, row: _Row, state: Tensor, picture: Tensor) -> DenoisingOutput:
         if not (torch.isfinite(state).all() and torch.isfinite(torch.tensor(row.logprobs)).all()):
-            broken = Finish("abort", message="the picture is not a number: the network's predictions are not finite")
-            return DenoisingOutput(row.task.number, self.version, broken)
+            broken = "the network's predictions are not finite"
+            return DenoisingOutput(row.task.number, self.version, Finish("abort", message=broken), broken=broken)
         kept = [row.states[number] for number in kept_states(row.task.steps)] if row.states else [state]
-        condition = {name: tensor.cpu() for name, tensor in row.condition.items()}
-        result = DenoisingResult(
-            tuple(row.logprobs), row.spans(self.version), torch.stack(kept).cpu(), picture, condition
-        )
+        spans, states = row.spans(self.version), torch.stack(kept).cpu()
+        result = DenoisingResult(tuple(row.logprobs), spans, states, picture, row.condition, row.negative)
         return DenoisingOutput(row.task.number, self.version, Finish("stop"), result)
 
     def abort(self, unwanted: Callable[[DenoisingRequest], bool], message: str = ABORTED) -> None:

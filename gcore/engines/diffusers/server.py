@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
-from safetensors.torch import save
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -53,7 +52,7 @@ from gcore.engines.torch.weight_routes import WeightRoutes
 from gcore.errors import EngineError
 from gcore.media.client import BlobClient, open_blob_http
 from gcore.media.pictures import encode_png
-from gcore.models.diffusion.networks import Condition
+from gcore.models.diffusion.networks import pack_conditions
 from gcore.models.diffusion.pipeline import ImagePipeline
 from gcore.models.diffusion.steps import StepKind
 from gcore.system.clock import Clock
@@ -218,13 +217,7 @@ def _random_steps(
 def _encode(result: DenoisingResult) -> tuple[bytes, bytes, bytes]:
     """States, picture and condition as bytes: float32 numbers, a PNG file, and a safetensors file."""
     states = result.states.contiguous().numpy().tobytes()
-    return states, encode_png(result.picture.numpy()), save_condition(result.condition)
-
-
-def save_condition(condition: Condition) -> bytes:
-    """A condition as a safetensors file."""
-    found: bytes = save({name: tensor.contiguous() for name, tensor in condition.items()})
-    return found
+    return states, encode_png(result.picture.numpy()), pack_conditions(result.condition, result.negative)
 
 
 def _answer(request: DenoisingRequest, output: DenoisingOutput, latency_s: float) -> dict[str, Any]:
@@ -233,6 +226,8 @@ def _answer(request: DenoisingRequest, output: DenoisingOutput, latency_s: float
     reason: dict[str, Any] = {"type": ending.kind}
     if ending.kind == "abort":
         reason |= {"message": ending.message, "status_code": None, "err_type": None}
+    if output.broken:
+        reason["broken"] = output.broken
     spans = () if result is None else result.spans
     return {
         "seed": request.seed,

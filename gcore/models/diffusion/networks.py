@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
 from torch import Tensor
 
 from gcore.errors import DataError
@@ -247,6 +249,27 @@ def stack_conditions(conditions: Sequence[Condition]) -> dict[str, Tensor]:
     if len(shapes) != 1:
         raise ValueError(f"conditions of a batch must have equal shapes, not {sorted(shapes)}")
     return {name: torch.cat([one[name] for one in conditions]) for name in conditions[0]}
+
+
+def pack_conditions(condition: Condition, negative: Condition | None) -> bytes:
+    """The conditions of a sample as a safetensors file."""
+    tensors = dict(condition) | {f"{_NEGATIVE}{name}": tensor for name, tensor in (negative or {}).items()}
+    found: bytes = save({name: tensor.cpu().contiguous() for name, tensor in tensors.items()})
+    return found
+
+
+def unpack_conditions(data: bytes) -> tuple[Condition, Condition | None]:
+    """The conditions of the prompt and of the negative prompt from `pack_conditions`. Raises DataError."""
+    try:
+        tensors = load(data)
+    except (ValueError, SafetensorError) as error:
+        raise DataError(f"the embeddings of a prompt cannot be read ({error})") from error
+    negative = {name.removeprefix(_NEGATIVE): one for name, one in tensors.items() if name.startswith(_NEGATIVE)}
+    return {name: one for name, one in tensors.items() if not name.startswith(_NEGATIVE)}, negative or None
+
+
+_NEGATIVE = "negative."
+"""Begins the names of the negative prompt's tensors."""
 
 
 def pack_squares(states: Tensor) -> Tensor:
