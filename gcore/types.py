@@ -452,17 +452,30 @@ class Sample:
         h = hashlib.sha256()
         if isinstance(self.output, DenoisingTrajectory):
             steps, levels = self.output.steps, self.output.sigmas
-            n, k, m = len(steps), len(self.logprobs), len(levels)
-            h.update(_DENOISING_TAG)
-            h.update(struct.pack(f"<I{n}iI{k}ff?", n, *steps, k, *self.logprobs, self.reward, self.masked))
-            h.update(struct.pack(f"<I{m}f", m, *levels))
-            h.update(media_bytes(self.media))
-            return h.digest()
+            numbers = (struct.pack(f"<{len(steps)}i", *steps), _floats(self.logprobs), _floats(levels))
+            return picture_digest(*numbers, self.reward, masked=self.masked, media=self.media)
         n = len(self.token_ids)
         h.update(struct.pack(f"<I{n}i{n}ff?", n, *self.token_ids, *self.logprobs, self.reward, self.masked))
         h.update(struct.pack(f"<{2 * len(self.observed)}i", *(edge for range_ in self.observed for edge in range_)))
         h.update(media_bytes(self.media))
         return h.digest()
+
+
+def _floats(numbers: Sequence[float]) -> bytes:
+    return struct.pack(f"<{len(numbers)}f", *numbers)
+
+
+def picture_digest(
+    steps: bytes, logprobs: bytes, sigmas: bytes, reward: float, *, masked: bool, media: Sequence[Medium]
+) -> bytes:
+    """Compute `Sample.digest` of a generated picture from the encoded numbers of its trajectory."""
+    h = hashlib.sha256(_DENOISING_TAG)
+    for numbers in (steps, logprobs, sigmas):
+        h.update(struct.pack("<I", len(numbers) // 4))
+        h.update(numbers)
+    h.update(struct.pack("<f?", reward, masked))
+    h.update(media_bytes(media))
+    return h.digest()
 
 
 @dataclass(frozen=True, slots=True)

@@ -105,7 +105,7 @@ class Medium(_message.Message):
     def __init__(self, kind: _Optional[str] = ..., sha256: _Optional[bytes] = ..., size: _Optional[int] = ..., shape: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ...) -> None: ...
 
 class SamplePart(_message.Message):
-    __slots__ = ("index", "token_ids", "logprobs", "reward", "finish_reason", "masked", "observed", "media")
+    __slots__ = ("index", "token_ids", "logprobs", "reward", "finish_reason", "masked", "observed", "media", "steps", "sigmas")
     INDEX_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
@@ -114,6 +114,8 @@ class SamplePart(_message.Message):
     MASKED_FIELD_NUMBER: _ClassVar[int]
     OBSERVED_FIELD_NUMBER: _ClassVar[int]
     MEDIA_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    SIGMAS_FIELD_NUMBER: _ClassVar[int]
     index: int
     token_ids: bytes
     logprobs: bytes
@@ -122,7 +124,9 @@ class SamplePart(_message.Message):
     masked: bool
     observed: bytes
     media: _containers.RepeatedCompositeFieldContainer[Medium]
-    def __init__(self, index: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., reward: _Optional[float] = ..., finish_reason: _Optional[str] = ..., masked: _Optional[bool] = ..., observed: _Optional[bytes] = ..., media: _Optional[_Iterable[_Union[Medium, _Mapping]]] = ...) -> None: ...
+    steps: bytes
+    sigmas: bytes
+    def __init__(self, index: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., reward: _Optional[float] = ..., finish_reason: _Optional[str] = ..., masked: _Optional[bool] = ..., observed: _Optional[bytes] = ..., media: _Optional[_Iterable[_Union[Medium, _Mapping]]] = ..., steps: _Optional[bytes] = ..., sigmas: _Optional[bytes] = ...) -> None: ...
 
 class FeedReply(_message.Message):
     __slots__ = ("held", "fetching")

@@ -71,6 +71,11 @@ class TrainSample:
     """
     media: tuple[Medium, ...] = ()
     """Pictures of the response, or arrays of a diffusion sample."""
+    steps: NDArray[np.int32] | None = None
+    """Trained denoising steps [n] int32 of a generated picture, whose log-probabilities `logprobs` has. None: it is a
+    text."""
+    sigmas: NDArray[np.float32] | None = None
+    """All noise levels [m] float32 of its schedule; None: it is a text."""
 
     @property
     def observed_count(self) -> int:

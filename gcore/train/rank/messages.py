@@ -25,15 +25,18 @@ from gcore.schema import SCHEMA_VERSION
 from gcore.train.checkpoint.run_files import WriteProgress, WrittenCheckpoint
 from gcore.train.rank.feed import FeedState, Fetching, SampleListing, TrainGroup, TrainSample, WorldName
 from gcore.types import (
+    DenoisingTrajectory,
     Group,
     Medium,
     MediumKind,
     PromptRef,
     Range,
+    Sample,
     Token,
     Version,
     group_digest,
     media_bytes,
+    picture_digest,
     range_problem,
 )
 
@@ -197,7 +200,7 @@ def sample_digest(
     observed: bytes = b"",
     media: tuple[Medium, ...] = (),
 ) -> bytes:
-    """Compute `gcore.types.Sample.digest` from a sample's encoded bytes, without decoding them."""
+    """Compute `gcore.types.Sample.digest` of a text from its encoded bytes, without decoding them."""
     h = hashlib.sha256(struct.pack("<I", len(token_ids) // 4))
     h.update(token_ids)
     h.update(logprobs)
@@ -213,24 +216,30 @@ def _part(group: Group, samples: frozenset[int], holders: Collection[str]) -> pb
         digest=group.digest(),
         prompt_ids=np.asarray(group.prompt_ids, dtype="<i4").tobytes(),
         sample_digests=[sample.digest() for sample in group.samples],
-        samples=[
-            pb.SamplePart(
-                index=index,
-                token_ids=np.asarray(group.samples[index].token_ids, dtype="<i4").tobytes(),
-                logprobs=np.asarray(group.samples[index].logprobs, dtype="<f4").tobytes(),
-                reward=group.samples[index].reward,
-                finish_reason=group.samples[index].finish_reason,
-                masked=group.samples[index].masked,
-                observed=np.asarray(group.samples[index].observed, dtype="<i4").tobytes(),
-                media=[_medium(medium) for medium in group.samples[index].media],
-            )
-            for index in sorted(samples)
-        ],
+        samples=[_sample_part(index, group.samples[index]) for index in sorted(samples)],
         temperature=group.temperature,
         baseline=group.baseline,
         media=[_medium(medium) for medium in group.media],
         holders=sorted(holders) if group.all_media else [],
     )
+
+
+def _sample_part(index: int, sample: Sample) -> pb.SamplePart:
+    output = sample.output
+    part = pb.SamplePart(
+        index=index,
+        token_ids=np.asarray(sample.token_ids, dtype="<i4").tobytes(),
+        logprobs=np.asarray(sample.logprobs, dtype="<f4").tobytes(),
+        reward=sample.reward,
+        finish_reason=sample.finish_reason,
+        masked=sample.masked,
+        observed=np.asarray(sample.observed, dtype="<i4").tobytes(),
+        media=[_medium(medium) for medium in sample.media],
+    )
+    if isinstance(output, DenoisingTrajectory):
+        part.steps = np.asarray(output.steps, dtype="<i4").tobytes()
+        part.sigmas = np.asarray(output.sigmas, dtype="<f4").tobytes()
+    return part
 
 
 def _medium(medium: Medium) -> pb.Medium:
@@ -286,6 +295,8 @@ def _group(part: pb.GroupPart, sender: str) -> TrainGroup:
 
 
 def _sample(sample: pb.SamplePart, digest: bytes, where: str) -> TrainSample:
+    if sample.sigmas:
+        return _picture(sample, digest, where)
     if len(sample.token_ids) % 4 or len(sample.token_ids) != len(sample.logprobs):
         raise FeedDamaged(
             f"sample {sample.index} has {len(sample.token_ids)} bytes of token ids and {len(sample.logprobs)} bytes of "
@@ -304,6 +315,31 @@ def _sample(sample: pb.SamplePart, digest: bytes, where: str) -> TrainSample:
     token_ids = np.frombuffer(sample.token_ids, dtype="<i4").astype(np.int32)
     observed = _observed(sample, len(token_ids), where)
     return TrainSample(token_ids, logprobs, sample.reward, sample.masked, observed, media)
+
+
+def _picture(sample: pb.SamplePart, digest: bytes, where: str) -> TrainSample:
+    """Decode a generated picture. Raises FeedDamaged."""
+    sizes = len(sample.steps), len(sample.logprobs), len(sample.sigmas)
+    if any(size % 4 for size in sizes) or sizes[1] not in (0, sizes[0]) or sample.token_ids or sample.observed:
+        raise FeedDamaged(
+            f"sample {sample.index} has {sizes[0]} bytes of steps, {sizes[1]} of log-probabilities and {sizes[2]} of noise "
+            f"levels, and {len(sample.token_ids)} bytes of tokens; a picture has one number a step and no tokens",
+            where=where,
+        )
+    media = _media(sample.media, f"{where}, sample {sample.index}")
+    numbers = sample.steps, sample.logprobs, sample.sigmas
+    if picture_digest(*numbers, sample.reward, masked=sample.masked, media=media) != digest:
+        raise FeedDamaged(f"sample {sample.index} does not match its digest", where=where)
+    steps = np.frombuffer(sample.steps, dtype="<i4").astype(np.int32)
+    logprobs, sigmas = (np.frombuffer(one, dtype="<f4").astype(np.float32) for one in numbers[1:])
+    if not (np.isfinite(logprobs).all() and np.isfinite(sigmas).all() and math.isfinite(sample.reward)):
+        raise FeedDamaged(f"sample {sample.index} has a number that is not finite", where=where)
+    if len(steps) and not (steps[0] >= 0 and (np.diff(steps) > 0).all() and steps[-1] < len(sigmas) - 1):
+        raise FeedDamaged(
+            f"sample {sample.index} has steps {steps.tolist()} of {len(sigmas) - 1}; they must ascend", where=where
+        )
+    none = np.zeros(0, np.int32)
+    return TrainSample(none, logprobs, sample.reward, sample.masked, media=media, steps=steps, sigmas=sigmas)
 
 
 def _observed(sample: pb.SamplePart, count: int, where: str) -> tuple[Range, ...]:
