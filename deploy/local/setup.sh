@@ -23,6 +23,6 @@ say "DeepSpeed"
 # DeepSpeed's build uses the installed torch. For the CPU it compiles nothing.
 DS_ACCELERATOR=${DS_ACCELERATOR:-cpu} DS_BUILD_OPS=0 $pip --no-build-isolation deepspeed
 say "gcore and the development tools"
-$pip --no-build-isolation -e '.[train,engine,vision,lora,local,modelscope,math]' --group dev
+$pip --no-build-isolation -e '.[train,engine,vision,diffusion,lora,local,modelscope,math]' --group dev
 say "etcd: $("$venv/bin/python" -c 'from gcore.store.etcd import find_etcd; e = find_etcd(); print(e.version(), e.path)')"
 say "done"

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from gcore.api.v1 import train_pb2 as pb
 from gcore.train.rank.messages import FeedDamaged, read_payload, sample_digest, write_payload
-from gcore.types import Group, Medium, PromptRef, Sample, TokenOutput, Version, VersionSpan
+from gcore.types import DenoisingTrajectory, Group, Medium, PromptRef, Sample, TokenOutput, Version, VersionSpan
 
 floats = st.floats(-50, 50, width=32)
 
@@ -36,6 +36,16 @@ def samples(draw: st.DrawFn) -> Sample:
     logprobs = [draw(floats) for _ in ids]
     spans = (VersionSpan(Version(0, 0), 0, len(ids)),)
     output = TokenOutput(tuple(ids), tuple(logprobs), "", spans, media=draw(media))
+    return Sample(output=output, finish_reason="stop", reward=draw(floats), masked=draw(st.booleans()))
+
+
+@st.composite
+def generated_pictures(draw: st.DrawFn) -> Sample:
+    levels = sorted(draw(st.sets(st.floats(0, 1, width=32), min_size=2, max_size=6)), reverse=True)
+    steps = sorted(draw(st.sets(st.integers(0, len(levels) - 2))))
+    logprobs = tuple(draw(floats) for _ in steps)
+    spans = (VersionSpan(Version(0, 0), 0, len(steps)),)
+    output = DenoisingTrajectory(tuple(steps), tuple(levels), logprobs, spans, draw(st.integers(0, 9)), draw(media))
     return Sample(output=output, finish_reason="stop", reward=draw(floats), masked=draw(st.booleans()))
 
 
@@ -114,6 +124,66 @@ def test_a_group_arrives_as_it_was_sent(group: Group) -> None:
         assert tuple(held.samples[index].token_ids.tolist()) == sample.token_ids
         assert tuple(held.samples[index].logprobs.tolist()) == sample.logprobs
         assert held.samples[index].reward == sample.reward
+
+
+@given(generated_pictures(), st.sampled_from(["steps", "logprobs", "sigmas", "reward", "media", "masked"]))
+def test_a_generated_picture_arrives_as_it_was_sent_and_has_a_digest_of_all_that_is_trained(
+    picture: Sample, field: str
+) -> None:
+    group = Group(PromptRef(0, 1, 2), (5,), (picture,))
+    payload = write_payload([(group, frozenset({0}))], ("a",))
+    header = pb.FeedHeader(total_bytes=len(payload), sha256=hashlib.sha256(payload).digest(), sender="s")
+    held = read_payload(header, payload)[group.digest()].samples[0]
+    output = picture.output
+    assert isinstance(output, DenoisingTrajectory)
+    assert held.steps is not None
+    assert held.sigmas is not None
+    assert (tuple(held.steps.tolist()), tuple(held.sigmas.tolist())) == (output.steps, output.sigmas)
+    assert (tuple(held.logprobs.tolist()), held.media) == (output.logprobs, output.media)
+    assert (held.reward, held.masked, len(held.token_ids)) == (picture.reward, picture.masked, 0)
+    match field:
+        case "reward":
+            other = replace(picture, reward=picture.reward + 1)
+        case "masked":
+            other = replace(picture, masked=not picture.masked)
+        case "media":
+            more = (*output.media, Medium("decoded", "ab" * 32, 3, (1, 1, 3), "uint8"))
+            other = replace(picture, output=output._replace(media=more))
+        case _:
+            numbers = (*getattr(output, field), 7)
+            other = replace(picture, output=output._replace(**{field: numbers}))
+    assert other.digest() != picture.digest()
+    assert replace(picture, output=output._replace(seed=99)).digest() == picture.digest(), "seeds stay outside"
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"steps": (1, 0)}, "must ascend"),
+        ({"steps": (0, 2)}, "must ascend"),
+        ({"logprobs": (-1.0,)}, "one number a step"),
+        ({"logprobs": (-1.0, float("nan"))}, "not finite"),
+        ({"sigmas": (1.0, float("inf"), 0.0)}, "not finite"),
+    ],
+)
+def test_a_generated_picture_whose_numbers_cannot_be_is_refused(changed: dict[str, object], message: str) -> None:
+    spans = (VersionSpan(Version(0, 0), 0, 2),)
+    output = DenoisingTrajectory((0, 1), (1.0, 0.5, 0.0), (-1.0, -2.0), spans, 1, ())._replace(**changed)
+    group = Group(PromptRef(0, 1, 2), (5,), (Sample(output=output, finish_reason="stop"),))
+    payload = write_payload([(group, frozenset({0}))])
+    header = pb.FeedHeader(total_bytes=len(payload), sha256=hashlib.sha256(payload).digest(), sender="s")
+    with pytest.raises(FeedDamaged, match=message):
+        read_payload(header, payload)
+
+
+def test_a_picture_has_no_fields_of_a_text() -> None:
+    output = DenoisingTrajectory((0,), (1.0, 0.0), (-1.0,), (VersionSpan(Version(0, 0), 0, 1),), 1, ())
+    picture = Sample(output=output, finish_reason="stop")
+    assert (picture.length, picture.token_ids, picture.own_tokens, picture.observed, picture.text) == (1, (), 0, (), "")
+    with pytest.raises(TypeError, match="a picture has no tokens"):
+        _ = picture.tokens
+    with pytest.raises(TypeError, match="no fields of a TokenOutput"):
+        Sample(text="x", output=output, finish_reason="stop")
 
 
 def test_another_baseline_is_another_group() -> None:
