@@ -148,7 +148,9 @@ async def test_requests_that_cannot_be_served_are_refused(
         await client.generate_each([()], params(**changed), seeds=(1,), rid="r")
 
 
-async def test_what_a_trainer_must_agree_with_is_in_the_servers_description(address: str, folder: Path) -> None:
+async def test_the_servers_description_has_the_scheduler_and_guidance_with_which_a_trainer_must_agree(
+    address: str, folder: Path
+) -> None:
     async with httpx.AsyncClient(trust_env=False) as http:
         info = (await http.get(f"{address}/server_info")).json()
         assert (info["engine"], info["guidance"]) == ("gcore diffusers engine", GUIDANCE)
