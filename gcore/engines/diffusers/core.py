@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -156,14 +157,9 @@ class DiffusionCore(EngineBase[DenoisingRequest, DenoisingOutput]):
         )
         super().__init__(served, version=version)
         self.pipeline = pipeline
-        self._slots = slots
+        self.slots = slots
         self._waiting: deque[DenoisingRequest] = deque()
         self._rows: list[_Row] = []
-
-    def limited(self, slots: int) -> DiffusionCore:
-        """This core, with at most `slots` running samples."""
-        self._slots = slots
-        return self
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -177,7 +173,7 @@ class DiffusionCore(EngineBase[DenoisingRequest, DenoisingOutput]):
     @property
     def rows(self) -> int:
         """Maximum number of samples that run at once."""
-        return self._slots
+        return self.slots
 
     @property
     def running(self) -> int:
@@ -200,7 +196,7 @@ class DiffusionCore(EngineBase[DenoisingRequest, DenoisingOutput]):
         Raises EngineError if memory runs out.
         """
         with explain_memory_error("while it was denoising", MEMORY_FIX):
-            while self._waiting and len(self._rows) < self._slots:
+            while self._waiting and len(self._rows) < self.slots:
                 self._rows.append(self._begin(self._waiting[0]))
                 self._waiting.popleft()
             for rows in _grouped(self._rows, lambda row: row.key):
@@ -289,14 +285,15 @@ def _grouped(items: Sequence[Any], key: Callable[[Any], Any]) -> list[list[Any]]
 
 def measure_slots(core: DiffusionCore, shape: tuple[int, int, int], free: int, most: int) -> int:
     """How many samples of `shape` fit into `free` bytes at once, at most `most` and at least 1, by the peak memory of
-    passes with 1 and with 3 samples. On a CPU the measure is rough: of the process, in pages.
+    passes with 1 and with 3 samples. On a CPU the measure is rough: of the process, in pages. Where the system does not
+    tell it, `most`.
     """
-    peaks = []
-    for count in (1, 3):
-        with _peak_memory(core.pipeline.network.device) as peak:
-            _try(core, shape, count)
-        peaks.append(peak())
-    each = (peaks[1] - peaks[0]) // 2
+    device = core.pipeline.network.device
+    try:
+        one, three = (_peak_bytes(device, partial(_try, core, shape, count)) for count in (1, 3))
+    except OSError:
+        return most
+    each = (three - one) // 2
     return most if each <= 0 else max(1, min(most, int(free * SHARE) // each))
 
 
@@ -315,30 +312,15 @@ def _try(core: DiffusionCore, shape: tuple[int, int, int], count: int) -> None:
     pipeline.decode(network.predict(states, levels, [condition] * count, negatives))
 
 
-class _peak_memory:
-    """Peak memory of the block in bytes, of the device or of the process; call the value after the block."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
-        self._device = device
-        self._found = 0
-
-    def __enter__(self) -> Callable[[], int]:
-        if self._cuda:
-            torch.cuda.reset_peak_memory_stats(self._device)
-        else:
-            release_free_memory()
-            _reset_peak()
-        return lambda: self._found
-
-    def __exit__(self, *_: object) -> None:
-        self._found = torch.cuda.max_memory_allocated(self._device) if self._cuda else _peak_bytes()
-
-
-def _reset_peak() -> None:
-    Path("/proc/self/clear_refs").write_text("5")
-
-
-def _peak_bytes() -> int:
+def _peak_bytes(device: torch.device, action: Callable[[], None]) -> int:
+    """The peak memory in bytes, of the device or of the process, while `action` runs. Raises OSError if a CPU's system does
+    not tell it."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        action()
+        return int(torch.cuda.max_memory_allocated(device))
+    release_free_memory()
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+    action()
     line = next(one for one in Path("/proc/self/status").read_text().splitlines() if one.startswith("VmHWM:"))
     return int(line.split()[1]) * 1024

@@ -284,7 +284,8 @@ def start_diffusion(launch: DiffusersLaunch, _text: object) -> DiffusionCore:
         core = DiffusionCore(pipeline, slots=launch.batch_slots, version=launch.weight_version)
         shape = pipeline.state_shape(*_side(pipeline, launch))
         free = free_bytes(pipeline.network.device)
-        return core.limited(measure_slots(core, shape, free, launch.batch_slots))
+        core.slots = measure_slots(core, shape, free, launch.batch_slots)
+        return core
 
 
 def _side(pipeline: ImagePipeline, launch: DiffusersLaunch) -> tuple[int, int]:

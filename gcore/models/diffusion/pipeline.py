@@ -89,7 +89,8 @@ class ImagePipeline:
     @property
     def default_side(self) -> int:
         """The side in pixels of the pictures for which the pipeline was made."""
-        return int(self._pipeline.default_sample_size) * self._scale
+        side = getattr(self._pipeline, "default_sample_size", None) or self.network.module.config["sample_size"]
+        return int(side) * self._scale
 
     @property
     def _scale(self) -> int:

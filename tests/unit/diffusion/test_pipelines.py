@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from gcore.engines.diffusers.core import DenoisingOutput, DenoisingRequest, DiffusionCore, kept_states
+from gcore.engines.diffusers.core import DenoisingOutput, DenoisingRequest, DiffusionCore, kept_states, measure_slots
 from gcore.errors import DataError, EngineError
 from gcore.models.diffusion.networks import pipeline_parts
 from gcore.models.diffusion.pipeline import ImagePipeline
@@ -195,6 +195,15 @@ def test_a_sample_that_was_preempted_has_the_same_noise_again(load: Load) -> Non
     assert expected is not None
     assert found is not None
     assert torch.equal(found.states, expected.states)
+
+
+def test_the_number_of_running_samples_is_bounded_by_the_free_memory(load: Load) -> None:
+    pipeline = load("sd")
+    core = DiffusionCore(pipeline, slots=64, version="0.0")
+    shape = pipeline.state_shape(SIDE, SIDE)
+    assert measure_slots(core, shape, 1, 64) in (1, 64)  # 64: of such small pictures the peak may not rise
+    assert measure_slots(core, shape, 1 << 50, 64) == 64
+    assert pipeline.default_side == 16
 
 
 def test_aborted_samples_have_no_picture(load: Load) -> None:
