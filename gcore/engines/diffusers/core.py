@@ -25,7 +25,7 @@ from gcore.engines.torch.model import explain_memory_error
 from gcore.models.adapter_checks import BaseFiles
 from gcore.models.diffusion.networks import Condition, condition_shape
 from gcore.models.diffusion.pipeline import ImagePipeline
-from gcore.models.diffusion.steps import StepKind
+from gcore.models.diffusion.steps import StepKind, kept_states
 from gcore.system.memory import release_free_memory
 
 ENGINE_NAME = "gcore diffusers engine"
@@ -86,12 +86,6 @@ class DenoisingOutput:
     result: DenoisingResult | None = None
     broken: str = ""
     """Why the picture could not be finished; empty if it was, or was aborted."""
-
-
-def kept_states(steps: Sequence[int]) -> tuple[int, ...]:
-    """Numbers of the states that are stored for the trained `steps`: before and after each, ascending, each once. State i
-    is the one before step i."""
-    return tuple(sorted({number for step in steps for number in (step, step + 1)}))
 
 
 @dataclass(slots=True)

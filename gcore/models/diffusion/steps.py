@@ -20,6 +20,7 @@ the reference implementations: they are 10⁴ to 10⁵ times smaller than the tr
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -134,6 +135,12 @@ def ddim_step(
     std = eta * math.sqrt(variance)
     mean = math.sqrt(alpha_bar_next) * clean + math.sqrt(1 - alpha_bar_next - std**2) * noise
     return DenoisingStep(mean, std, std)
+
+
+def kept_states(steps: Sequence[int]) -> tuple[int, ...]:
+    """Numbers of the states that are stored for the trained `steps`: before and after each, ascending, each once. State i
+    is the one before step i."""
+    return tuple(sorted({number for step in steps for number in (step, step + 1)}))
 
 
 def _mean_of_dimensions(values: Tensor) -> Tensor:

@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from gcore.engines.diffusers.core import DenoisingOutput, DenoisingRequest, DiffusionCore, kept_states, measure_slots
+from gcore.engines.diffusers.core import DenoisingOutput, DenoisingRequest, DiffusionCore, measure_slots
 from gcore.errors import DataError, EngineError
 from gcore.models.diffusion.networks import pipeline_parts
 from gcore.models.diffusion.pipeline import ImagePipeline
 from gcore.models.diffusion.schedule import NoiseSchedule
+from gcore.models.diffusion.steps import kept_states
 from gcore.testing.pipelines import FAMILIES, Family, write_pipeline
 
 GUIDANCE, SIDE, STEPS = 3.0, 16, 4
