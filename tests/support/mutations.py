@@ -585,6 +585,16 @@ def _makes_no_room(make: Any) -> Any:
     return make_room_for_ranks
 
 
+def _lacks_dropped(make: Any) -> Any:
+    """A rank lacks the blobs of groups, too, that were dropped from the seal."""
+
+    def fetching(view: Any, seal: Any, rank: int) -> Any:
+        known = view.ranks.get(rank)
+        return known.fetching if known is not None and view._holds(known.holding, seal) else {}
+
+    return fetching
+
+
 def _stays_pinned(make: Any) -> Any:
     """The pins of a group that was dropped to make room stay."""
     return lambda media, ref: media.end_sampling(ref)
@@ -975,6 +985,12 @@ def _mutations_of_blobs() -> list[Mutation]:
             (("controllers.flow.peer:JobPeer.make_room_for_ranks", _makes_no_room),),
             kept,
         ),
+        (
+            "a rank lacks blobs of dropped groups",
+            (("controllers.rules.view:JobView.fetching", _lacks_dropped),),
+            DECIDE,
+        ),
+        ("a full disk keeps what nothing holds", ((f"{blobs}:BlobStore._delete_free", _always(False)),), stored),
         ("duplicates keep their room", (("controllers.flow.peer:JobPeer._duplicate", _always(None)),), kept),
         (
             "the folder of a needed world is deleted",
