@@ -142,11 +142,6 @@ def parse_engine_launch(document: Mapping[str, Any]) -> EngineLaunch:
     return _checked(EngineLaunch, dict(document), "launch document")
 
 
-def parse_diffusers_launch(document: Mapping[str, Any]) -> DiffusersLaunch:
-    """Parse the launch document of the diffusers engine. Raises UsageError."""
-    return _checked(DiffusersLaunch, dict(document), "launch document")
-
-
 def parse_sglang_launch(document: Mapping[str, Any]) -> SglangLaunch:
     """Parse the launch document of the SGLang worker. Raises UsageError."""
     return _checked(SglangLaunch, dict(document), "launch document")
@@ -163,11 +158,6 @@ def parse_engine_arguments(program: str, arguments: Sequence[str]) -> EngineLaun
     Raises UsageError for an invalid value; for other mistakes argparse ends the process.
     """
     return _parsed(EngineLaunch, f"python -m {program}", arguments)
-
-
-def parse_diffusers_arguments(program: str, arguments: Sequence[str]) -> DiffusersLaunch:
-    """Parse the command line of `program`, the diffusers engine. Raises like `parse_engine_arguments`."""
-    return _parsed(DiffusersLaunch, f"python -m {program}", arguments)
 
 
 def parse_vllm_arguments(arguments: Sequence[str]) -> VllmLaunch:
@@ -196,31 +186,35 @@ def _checked(kind: type[Launch], values: dict[str, Any], where: str) -> Launch:
 INTERRUPTED_EXIT = 130
 
 
-def run_engine(program: str, server: str) -> None:
+def run_engine(program: str, server: str, kind: type[FrontEndLaunch] = EngineLaunch) -> None:
     """Run an engine that starts with this Python, and end the process with its exit code. The arguments are those of
     `serve_program`."""
-    end_process(serve_program(program, server))
+    end_process(serve_program(program, server, kind))
 
 
-def serve_program(program: str, server: str) -> int:
+def serve_program(program: str, server: str, kind: type[FrontEndLaunch] = EngineLaunch) -> int:
     """Serve with an engine that starts with this Python, and return the exit code.
 
     `program`: module that was started, for the usage message. `server`: module whose `serve_engine` serves; it is
-    imported only after the environment is set up.
+    imported only after the environment is set up. `kind`: of its launch document.
     """
     # No other frameworks, no spinning threads.
     os.environ.setdefault("USE_TORCH", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
-    def serve(launch: EngineLaunch, control: ControlLine | None) -> None:
+    def serve(launch: FrontEndLaunch, control: ControlLine | None) -> None:
         from gcore.system.torch_imports import compute_float32_exactly, leave_compiler_out
 
         leave_compiler_out()
         compute_float32_exactly()
         importlib.import_module(server).serve_engine(launch, control)
 
-    return serve_launch(partial(parse_engine_arguments, program), parse_engine_launch, serve)
+    return serve_launch(
+        partial(_parsed, kind, f"python -m {program}"),
+        lambda document: _checked(kind, dict(document), "launch document"),
+        serve,
+    )
 
 
 def serve_launch(

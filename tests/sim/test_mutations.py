@@ -20,7 +20,6 @@ WHOLE = {
     "14 committed before it is trained": 0,
     "recovery: a world that lost a rank is left": 6,
     "publishing: engines keep old weights": 0,
-    "blobs: reserved room is given to others": 7,
 }
 """Noticed by whole clusters of one of the nine seeds from this one on."""
 LONG = ("2 an update before READY",)

@@ -1,6 +1,6 @@
 """`python -m gcore.engines.diffusers`: the diffusers engine, under its supervisor or started by hand."""
 
-from gcore.engines.diffusers.server import run
+from gcore.engines.launch import DiffusersLaunch, run_engine
 
 if __name__ == "__main__":
-    run()
+    run_engine("gcore.engines.diffusers", "gcore.engines.diffusers.server", DiffusersLaunch)

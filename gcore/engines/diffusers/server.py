@@ -28,13 +28,7 @@ from gcore.engines.diffusers.core import (
     DiffusionCore,
     measure_slots,
 )
-from gcore.engines.launch import (
-    DiffusersLaunch,
-    end_process,
-    parse_diffusers_arguments,
-    parse_diffusers_launch,
-    serve_launch,
-)
+from gcore.engines.launch import DiffusersLaunch
 from gcore.engines.serving.http import ApiKeys, answer_errors, checked_body, read_body
 from gcore.engines.serving.io_struct import INT64
 from gcore.engines.serving.routes import (
@@ -47,7 +41,7 @@ from gcore.engines.serving.routes import (
 )
 from gcore.engines.torch.async_engine import AsyncEngine
 from gcore.engines.torch.model import DTYPES, TOO_BIG, device_of, explain_memory_error, free_bytes
-from gcore.engines.torch.server import serve_engine
+from gcore.engines.torch.server import serve_engine as serve_core
 from gcore.engines.torch.weight_routes import WeightRoutes
 from gcore.errors import EngineError
 from gcore.media.client import BlobClient, open_blob_http
@@ -56,6 +50,7 @@ from gcore.models.diffusion.networks import pack_conditions
 from gcore.models.diffusion.pipeline import ImagePipeline
 from gcore.models.diffusion.steps import StepKind
 from gcore.system.clock import Clock
+from gcore.system.control_line import ControlLine
 from gcore.types import MediumKind
 
 MOST_PICTURES = 4096
@@ -316,13 +311,6 @@ def _facade(
     return handler, diffusion_app(handler, ApiKeys(launch.api_key, launch.admin_api_key))
 
 
-def run() -> None:
-    """Serve until stopped, and end the process."""
-    program = "gcore.engines.diffusers"
-    end_process(
-        serve_launch(
-            partial(parse_diffusers_arguments, program),
-            parse_diffusers_launch,
-            lambda launch, control: serve_engine(launch, control, start_diffusion, _facade),
-        )
-    )
+def serve_engine(launch: DiffusersLaunch, control: ControlLine | None) -> None:
+    """Load the pipeline of a launch document and serve it, as `gcore.engines.torch.server.serve_engine`."""
+    serve_core(launch, control, start_diffusion, _facade)

@@ -37,6 +37,7 @@ ENTRIES: dict[str, set[str]] = {
     | {"anyio", "click", "h11", "idna", "numpy", "sniffio", "starlette", "tokenizers", "uvicorn"},
     "gcore.emulated.rank": RANK,
     "gcore.engines.emulated.law": PYDANTIC | {"numpy"},
+    "gcore.engines.diffusers.__main__": ENGINE,
     "gcore.engines.hf.__main__": ENGINE,
     "gcore.engines.sglang.__main__": PYDANTIC | HTTPX,
     "gcore.engines.torch.__main__": ENGINE,
