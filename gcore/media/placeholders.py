@@ -7,8 +7,7 @@ image token in place of each run; engines receive them. `PictureRule` converts s
 
 - Qwen2-VL, Qwen2.5-VL, Qwen3-VL: the picture is resized to multiples of patch x merge within bounds for its pixels. One
   token for each merged patch.
-- Idefics 3, SmolVLM: the picture is cut into tiles and also shown as a whole. A fixed number of tokens for each.
-- LLaVA, Gemma 3: one size, so one number of tokens.
+- Idefics 3, SmolVLM, LLaVA, Gemma 3: one size, so one number of tokens. Pictures are not cut into several.
 
 `target_size` is stable: it maps its own results to themselves. So a picture of this size passes through the processor
 without another resize.
@@ -18,7 +17,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -32,9 +31,6 @@ Size = tuple[int, int]
 """Height and width of a picture in pixels."""
 
 _MOST_RESIZES = 16
-_MAX_SIDE = 4096
-"""Idefics 3: longest side of a resized picture in pixels."""
-
 _FRAMES = 2
 """Qwen-VL: default number of frames in a patch. A picture counts as that many equal frames."""
 
@@ -255,6 +251,13 @@ class PictureRule(ABC):
     def _find(self, ids: Sequence[int], sizes: Sequence[Size] | None) -> tuple[Range, ...]:
         """Return the ranges of the pictures. Raises DataError."""
 
+    def _whole_pictures(self, ids: Sequence[int], starts: Iterable[int], tokens: tuple[int, ...]) -> tuple[Range, ...]:
+        """Return the ranges of pictures that begin at `starts` and each have these `tokens`. Raises DataError."""
+        ranges = tuple((start, start + len(tokens)) for start in starts)
+        if any(start < 0 or tuple(ids[start:end]) != tokens for start, end in ranges):
+            raise DataError("a picture's tokens are cut off", fix="Do not cut prompts with pictures")
+        return ranges
+
     def _runs_of(self, ids: Sequence[int], counts: Sequence[int] | None) -> tuple[Range, ...]:
         """Return the ranges of pictures that consist of image tokens only. `counts`: tokens of each picture; None: each
         run is a picture."""
@@ -471,24 +474,25 @@ class WrappedRule(PictureRule):
 
     def _find(self, ids: Sequence[int], sizes: Sequence[Size] | None) -> tuple[Range, ...]:
         starts = [place for place, token in enumerate(ids) if token == self.placeholder_id]
-        ranges = [(start, start + len(self._inner)) for start in starts]
-        if any(tuple(ids[start:end]) != self._inner for start, end in ranges):
-            raise DataError("a picture's tokens are cut off", fix="Do not cut prompts with pictures")
-        return tuple(ranges)
+        return self._whole_pictures(ids, starts, self._inner)
 
 
-class TiledRule(PictureRule):
-    """Rule of Idefics 3 and SmolVLM. A picture is cut into square tiles; each and the whole picture have the same number
-    of tokens."""
+class MarkedRule(PictureRule):
+    """Rule of Idefics 3 and SmolVLM. Each picture has one size and the same tokens: a token around pictures, one for a whole
+    picture, the image tokens, and the token around pictures again."""
 
     def __init__(self, folder: ModelFiles) -> None:
         image = folder.token_id("image_token_id")
         super().__init__(folder, image, image)
-        self._splits = folder.images.get("do_image_splitting") is not False
-        self._longest = folder.number(folder.mapping(folder.images, "size"), "longest_edge", 4 * 364)
-        self._tile = folder.number(folder.mapping(folder.images, "max_image_size"), "longest_edge", 364)
+        if folder.images.get("do_image_splitting") is not False:
+            raise DataError(
+                "the model's image processor cuts pictures into several (do_image_splitting), which engines and train ranks "
+                "do not support",
+                where=str(folder.path),
+                fix="Set do_image_splitting: false in preprocessor_config.json",
+            )
+        self._side = folder.number(folder.mapping(folder.images, "max_image_size"), "longest_edge", 364)
         self._count = folder.number(folder.processor, "image_seq_len", 169)
-        self._image, self._fake, self._whole = "<image>", "<fake_token_around_image>", "<global-img>"
         side, patch, scale = (
             *(folder.vision.get("image_size"), folder.vision.get("patch_size")),
             folder.config.get("scale_factor"),
@@ -497,91 +501,41 @@ class TiledRule(PictureRule):
             own = (side // patch) ** 2 // scale**2
             if own != self._count:
                 raise folder.error(f"image_seq_len is {self._count}, but the model makes {own} tokens of a picture")
-        self._known: dict[tuple[int, int], tuple[int, ...]] = {}
-
-    def _processor_error(self) -> DataError | None:
-        if not self._splits:
-            return None
-        return DataError(
-            "the model's image processor cuts pictures into several (do_image_splitting), which engines and train ranks "
-            "do not support",
-            where=str(self._folder.path),
-            fix="Set do_image_splitting: false in preprocessor_config.json",
-        )
-
-    def _id(self, text: str) -> int | None:
-        found: int | None = self._folder.tokenizer.token_to_id(text)
-        return found
 
     @cached_property
-    def _around(self) -> tuple[int, int]:
-        """The token around pictures, and the token before the whole picture."""
-        fake, whole = self._id(self._fake), self._id(self._whole)
-        if fake is None or whole is None:
-            raise self._folder.error(f"the tokenizer has no token {self._fake if fake is None else self._whole}")
-        return fake, whole
+    def _marks(self) -> tuple[int, int]:
+        """The token around pictures, and the token before a whole picture."""
+        found = []
+        for text in ("<fake_token_around_image>", "<global-img>"):
+            mark: int | None = self._folder.tokenizer.token_to_id(text)
+            if mark is None:
+                raise self._folder.error(f"the tokenizer has no token {text}")
+            found.append(mark)
+        return found[0], found[1]
+
+    @cached_property
+    def _inner(self) -> tuple[int, ...]:
+        around, whole = self._marks
+        return (around, whole, *(self.image_token_id,) * self._count, around)
 
     def _resize(self, height: int, width: int) -> Size:
-        if not self._splits:
-            return self._tile, self._tile
-        height, width = _scale_below(*_scale_to(height, width, self._longest), _MAX_SIDE)
-        ratio = width / height
-        if width >= height:
-            width = math.ceil(width / self._tile) * self._tile
-            height = math.ceil(int(width / ratio) / self._tile) * self._tile
-        else:
-            height = math.ceil(height / self._tile) * self._tile
-            width = math.ceil(int(height * ratio) / self._tile) * self._tile
-        return max(height, self._tile), max(width, self._tile)
+        return self._side, self._side
 
     def picture_ids(self, height: int, width: int) -> tuple[int, ...]:
-        height, width = self.target_size(height, width)
-        cut = height > self._tile or width > self._tile
-        tiles = (height // self._tile, width // self._tile) if cut else (0, 0)
-        if tiles not in self._known:
-            self._known[tiles] = self._folder.encode(self._text(*tiles))
-        return self._known[tiles]
-
-    def _text(self, rows: int, columns: int) -> str:
-        """The text that the processor writes for a picture of so many tiles."""
-        images = self._image * self._count
-        whole = f"{self._fake}{self._whole}{images}{self._fake}"
-        if not rows:
-            return whole
-        lines = (
-            "".join(f"{self._fake}<row_{row}_col_{column}>{images}" for column in range(1, columns + 1)) + _NEWLINE
-            for row in range(1, rows + 1)
-        )
-        return "".join(lines) + _NEWLINE + whole
+        return self._inner
 
     @property
     def _expanded_only(self) -> frozenset[int]:
-        return frozenset(self._around)
+        return frozenset(self._marks)
 
     def _find(self, ids: Sequence[int], sizes: Sequence[Size] | None) -> tuple[Range, ...]:
-        fake, whole = self._around
-        ids = tuple(ids)
-        ranges: list[Range] = []
-        place, start = 0, None
-        while place < len(ids):
-            if ids[place] == fake:  # the last one before image tokens begins a picture; a response may have others
-                start = place
-            elif ids[place] == self.image_token_id:
-                if start is None or whole not in ids[start:]:
-                    raise DataError("a picture's tokens are cut off", fix="Do not cut prompts with pictures")
-                images = ids.index(whole, start) + 1
-                place = images + self._count
-                if ids[images : place + 1] != (*(self.image_token_id,) * self._count, fake):
-                    raise DataError("a picture's tokens are cut off", fix="Do not cut prompts with pictures")
-                ranges.append((start, place + 1))
-                start = None
-            place += 1
-        return tuple(ranges)
+        # Marks without image tokens are no picture: a model may write them.
+        return self._whole_pictures(ids, [start - 2 for start, _ in _token_runs(ids, self.image_token_id)], self._inner)
 
 
 FAMILIES: Mapping[str, Any] = {
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), SmartResizeRule),
-    **dict.fromkeys(("idefics3", "smolvlm"), TiledRule),
+    **dict.fromkeys(("idefics3", "smolvlm"), MarkedRule),
     "gemma3": WrappedRule,
     "llava": FixedRule,
 }
@@ -598,28 +552,6 @@ def _check_normalization(files: ModelFiles) -> None:
             raise files.error(f"{name} is {value!r}, not three numbers")
         if name == "image_std" and 0 in numbers:
             raise files.error("image_std contains 0, by which pixels would be divided")
-
-
-def _scale_to(height: int, width: int, longest: int) -> Size:
-    """Scale so that the longest side is `longest`, as Idefics 3's processor: the other side is rounded to an even number."""
-    ratio = width / height
-    if width >= height:
-        width, height = longest, int(longest / ratio)
-        height += height % 2
-    else:
-        height, width = longest, int(longest * ratio)
-        width += width % 2
-    return max(height, 1), max(width, 1)
-
-
-def _scale_below(height: int, width: int, longest: int) -> Size:
-    """Scale down so that no side is longer than `longest`."""
-    ratio = width / height
-    if width >= height and width > longest:
-        width, height = longest, int(longest / ratio)
-    elif height > width and height > longest:
-        height, width = longest, int(longest * ratio)
-    return max(height, 1), max(width, 1)
 
 
 def _token_runs(ids: Sequence[int], token: int) -> tuple[Range, ...]:

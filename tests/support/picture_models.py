@@ -77,7 +77,8 @@ def processor_settings(family: str, *, patch: int = 8, merge: int = 2) -> tuple[
         cut = {"height": 24, "width": 24}
         own = {"patch_size": 8, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
         return {"size": {"shortest_edge": 24}, "crop_size": cut}, own
-    return {"size": {"longest_edge": 128}, "max_image_size": {"longest_edge": 32}}, {"image_seq_len": 4}
+    images = {"size": {"longest_edge": 128}, "max_image_size": {"longest_edge": 32}, "do_image_splitting": False}
+    return images, {"image_seq_len": 4}
 
 
 def write_picture_model(

@@ -296,6 +296,7 @@ def test_bounds_beyond_those_of_the_processor_are_refused(folder: Folder, bounds
 def test_a_processor_that_cuts_pictures_into_several_is_refused(tmp_path: Path) -> None:
     folder = Folder(tmp_path, family="smolvlm")
     folder.write({"prompt": "<image>?", "images": ["a.png"]})
+    change_processor(folder.model, do_image_splitting=True)
     with pytest.raises(DataError, match=r"do_image_splitting.*Set do_image_splitting: false"):
         folder.open(chat=False)
     change_processor(folder.model, do_image_splitting=False)

@@ -215,10 +215,9 @@ def test_runs_are_the_inverse_of_expand(
     assert not sizes or rule.image_token_id in ids
     request = rule.request_ids(short, sizes)
     assert rule.expand_request(request, sizes) == ids
-    if family not in ("idefics3", "smolvlm"):  # their tiles have a run of image tokens each
-        counts = iter(rule.picture_ids(*size).count(rule.image_token_id) for size in sizes)
-        repeated = [[token] * next(counts) if token == rule.image_token_id else [token] for token in request]
-        assert tuple(itertools.chain(*repeated)) == ids, "as engines repeat it"
+    counts = iter(rule.picture_ids(*size).count(rule.image_token_id) for size in sizes)
+    repeated = [[token] * next(counts) if token == rule.image_token_id else [token] for token in request]
+    assert tuple(itertools.chain(*repeated)) == ids, "as engines repeat it"
     assert all(rule.target_size(*rule.target_size(*size)) == rule.target_size(*size) for size in sizes)
 
 
@@ -244,7 +243,7 @@ def test_a_wrong_number_of_placeholders_or_expanded_ids_are_refused(
         rule.runs(ids, [(400, 300)] * 2)
     with pytest.raises(DataError, match="picture"):
         rule.runs(ids[:-2], [(400, 300)])
-    if family in QWEN or family in ("idefics3", "smolvlm"):
+    if family in QWEN:
         with pytest.raises(DataError, match="picture"):
             rule.runs(ids, [(40, 400)])
 
@@ -316,18 +315,6 @@ def test_expanded_ids_are_those_of_the_models_own_processor(
         assert again["input_ids"] == theirs["input_ids"], "a resized picture has the same tokens"
 
 
-@settings(deadline=None, max_examples=100)
-@given(st.integers(2, 2000), st.integers(2, 2000))
-def test_tiles_are_those_of_idefics3(rule_of: Callable[..., PictureRule], height: int, width: int) -> None:
-    assume(max(height, width) <= 200 * min(height, width))
-    rule = rule_of("idefics3")
-    processor = Idefics3ImageProcessorPil(**processor_settings("idefics3")[0])
-    for size in ((height, width), rule.target_size(height, width)):
-        patches, rows, columns = processor.get_number_of_image_patches(*size)
-        assert rule.picture_ids(height, width).count(rule.image_token_id) == 4 * patches
-        assert rule.target_size(height, width) == (max(rows, 1) * 32, max(columns, 1) * 32)
-
-
 def test_llava_without_a_crop_or_with_the_count_in_its_configuration(tmp_path: Path) -> None:
     write_picture_model(tmp_path, "llava")
     (tmp_path / "processor_config.json").unlink()
@@ -383,6 +370,11 @@ def edit(name: str, **changes: Any) -> Callable[[Path], object]:
         ("gemma3", edit("preprocessor_config.json", do_pan_and_scan=True), "do_pan_and_scan is true"),
         ("gemma3", edit("processor_config.json", image_seq_length=5), "is 5, but the model's mm_tokens_per_image is 4"),
         ("llava", edit("preprocessor_config.json", do_pad=True), "do_pad is true"),
+        (
+            "smolvlm",
+            edit("preprocessor_config.json", do_image_splitting=True),
+            "do_image_splitting.*Set do_image_splitting: false",
+        ),
         ("smolvlm", edit("processor_config.json", image_seq_len=5), "is 5, but the model makes 4 tokens"),
     ],
 )

@@ -316,6 +316,8 @@ def test_a_judge_without_vision_is_refused_by_its_own_fields(tmp_path: Path) -> 
 def test_a_judge_whose_processor_cuts_pictures_into_several_is_refused(tmp_path: Path) -> None:
     spec = spec_with(tmp_path)
     write_picture_model(tmp_path / "tiles", "smolvlm")
+    file = tmp_path / "tiles" / "preprocessor_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"do_image_splitting": True}))
     with pytest.raises(DataError, match="do_image_splitting") as caught:
         judge_encoder(0, spec.judges[0], tmp_path / "tiles")
     assert str(caught.value.where).startswith("judges.0 ('eye')")
