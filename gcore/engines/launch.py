@@ -12,7 +12,6 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -137,35 +136,16 @@ def check_folder(model: str) -> None:
         )
 
 
-def parse_engine_launch(document: Mapping[str, Any]) -> EngineLaunch:
-    """Parse the launch document of the torch or the Hugging Face engine. Raises UsageError."""
-    return _checked(EngineLaunch, dict(document), "launch document")
+def parse_launch(kind: type[Launch], document: Mapping[str, Any]) -> Launch:
+    """Parse a launch document of this kind. Raises UsageError."""
+    return _checked(kind, dict(document), "launch document")
 
 
-def parse_sglang_launch(document: Mapping[str, Any]) -> SglangLaunch:
-    """Parse the launch document of the SGLang worker. Raises UsageError."""
-    return _checked(SglangLaunch, dict(document), "launch document")
-
-
-def parse_vllm_launch(document: Mapping[str, Any]) -> VllmLaunch:
-    """Parse the launch document of the vLLM engine. Raises UsageError."""
-    return _checked(VllmLaunch, dict(document), "launch document")
-
-
-def parse_engine_arguments(program: str, arguments: Sequence[str]) -> EngineLaunch:
-    """Parse the command line of `program`, the torch or the Hugging Face engine.
+def parse_arguments(kind: type[Launch], program: str, arguments: Sequence[str]) -> Launch:
+    """Parse the command line of `program`, with the settings of this kind of launch document.
 
     Raises UsageError for an invalid value; for other mistakes argparse ends the process.
     """
-    return _parsed(EngineLaunch, f"python -m {program}", arguments)
-
-
-def parse_vllm_arguments(arguments: Sequence[str]) -> VllmLaunch:
-    """Parse the command line of the vLLM engine. Raises like `parse_engine_arguments`."""
-    return _parsed(VllmLaunch, "python gcore/engines/vllm/__main__.py", arguments)
-
-
-def _parsed(kind: type[Launch], program: str, arguments: Sequence[str]) -> Launch:
     parser = argparse.ArgumentParser(program, description="Serve a model on SGLang's routes.")
     for name, field in kind.model_fields.items():
         if name not in ("kind", "tls", "engine_args"):
@@ -210,24 +190,19 @@ def serve_program(program: str, server: str, kind: type[FrontEndLaunch] = Engine
         compute_float32_exactly()
         importlib.import_module(server).serve_engine(launch, control)
 
-    return serve_launch(
-        partial(_parsed, kind, f"python -m {program}"),
-        lambda document: _checked(kind, dict(document), "launch document"),
-        serve,
-    )
+    return serve_launch(kind, f"python -m {program}", serve)
 
 
-def serve_launch(
-    parse_arguments: Callable[[Sequence[str]], Launch],
-    parse_launch: Callable[[Mapping[str, Any]], Launch],
-    serve: Callable[[Launch, ControlLine | None], None],
-) -> int:
-    """Parse the launch document or the command line, serve without access to model hubs, and return the exit code."""
+def serve_launch(kind: type[Launch], program: str, serve: Callable[[Launch, ControlLine | None], None]) -> int:
+    """Parse the launch document or the command line, serve without access to model hubs, and return the exit code.
+
+    `program`: as in the usage message.
+    """
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     control = ControlLine.inherit()
     set_up_logging(level="WARNING")
     try:
-        launch = parse_arguments(sys.argv[1:]) if control is None else parse_launch(control.launch)
+        launch = parse_arguments(kind, program, sys.argv[1:]) if control is None else parse_launch(kind, control.launch)
         check_folder(launch.model)
         for name, value in thread_environment(launch.threads).items():
             os.environ.setdefault(name, value)

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import IO
 
 from gcore.api.tls import ReloadingFiles
-from gcore.engines.launch import SglangLaunch, check_folder, parse_sglang_launch
+from gcore.engines.launch import SglangLaunch, check_folder, parse_launch
 from gcore.engines.sglang.command import check_engine_args, prepare_head_bias, server_command, server_environment
 from gcore.errors import EngineError, EngineUnreachable, GcoreError, UsageError, explain_os_errors
 from gcore.rollout.client import EngineClient
@@ -264,7 +264,7 @@ def main() -> int:
         print(error, file=sys.stderr)  # noqa: T201
         return error.exit_code
     try:
-        launch = parse_sglang_launch(control.launch)
+        launch = parse_launch(SglangLaunch, control.launch)
         check_folder(launch.model)
         asyncio.run(SglangAdapter(launch, control, SystemClock()).run())
     except GcoreError as error:

@@ -43,11 +43,11 @@ sys.meta_path.append(PackageFinder)
 
 def run() -> None:
     """Serve until stopped, and end the process."""
-    from gcore.engines.launch import end_process, parse_vllm_arguments, parse_vllm_launch, serve_launch
+    from gcore.engines.launch import VllmLaunch, end_process, serve_launch
     from gcore.engines.vllm.command import ENVIRONMENT
 
     os.environ.update(ENVIRONMENT)
-    end_process(serve_launch(parse_vllm_arguments, parse_vllm_launch, _serve))
+    end_process(serve_launch(VllmLaunch, "python gcore/engines/vllm/__main__.py", _serve))
 
 
 def _serve(launch: VllmLaunch, control: ControlLine | None) -> None:

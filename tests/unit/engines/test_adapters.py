@@ -18,7 +18,7 @@ from engine_processes import engine_process
 from safetensors.torch import load_file, save_file
 
 from gcore.engines.hf.engine import start_engine as start_hf
-from gcore.engines.launch import EngineLaunch, parse_engine_arguments
+from gcore.engines.launch import EngineLaunch, parse_arguments
 from gcore.engines.request import GenerationRequest, RequestOutput
 from gcore.engines.torch.engine import EngineCore
 from gcore.engines.torch.model import StagedWeights
@@ -466,4 +466,4 @@ async def test_requests_of_an_engine_process_name_its_adapters(
 @pytest.mark.parametrize("given", ["x", "x=", "=folder", "x=folder,", "x=a,x=b"])
 def test_adapters_of_a_command_line_need_names_and_folders(given: str) -> None:
     with pytest.raises(UsageError, match="adapters"):
-        parse_engine_arguments("engine", ["--model", "m", "--adapters", given])
+        parse_arguments(EngineLaunch, "engine", ["--model", "m", "--adapters", given])

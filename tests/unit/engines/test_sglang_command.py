@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gcore.engines.launch import SglangLaunch, parse_sglang_launch
+from gcore.engines.launch import SglangLaunch, parse_launch
 from gcore.engines.sglang.adapter import last_log_lines
 from gcore.engines.sglang.command import (
     CPU_CACHE_TOKENS,
@@ -137,7 +137,7 @@ def test_a_vision_language_model_never_samples_media_tokens_and_the_server_opens
 
 def test_a_document_that_does_not_fit_names_the_field() -> None:
     with pytest.raises(UsageError, match=r"batch_slots: .*not 0"):
-        parse_sglang_launch({"kind": "sglang", "python": "p", "model": "m", "batch_slots": 0})
+        parse_launch(SglangLaunch, {"kind": "sglang", "python": "p", "model": "m", "batch_slots": 0})
 
 
 @pytest.mark.parametrize(

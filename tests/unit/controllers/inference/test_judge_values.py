@@ -359,11 +359,11 @@ def test_a_context_that_the_judges_model_has_not_is_refused_at_submission(folder
 @pytest.mark.parametrize("engine", ["torch", "sglang"])
 def test_its_engines_are_told_that_they_classify(engine: str, folder: Path) -> None:
     spec = spec_of(folder, serving={"engine": engine})
-    read = torch_launch.parse_engine_launch if engine == "torch" else sglang_launch.parse_sglang_launch
+    kind = torch_launch.EngineLaunch if engine == "torch" else sglang_launch.SglangLaunch
     judges = engine_document(spec, EnginePlace(node="n", slot="cpu:0", judge="taste"), NODE)
-    assert read(judges.document).task == "classify"
+    assert torch_launch.parse_launch(kind, judges.document).task == "classify"
     policys = engine_document(spec, EnginePlace(node="n", slot="cpu:0"), NODE)
-    assert torch_launch.parse_engine_launch(policys.document).task == "generate"
+    assert torch_launch.parse_launch(torch_launch.EngineLaunch, policys.document).task == "generate"
 
 
 async def test_an_answer_with_too_few_scores_is_no_answer() -> None:

@@ -22,7 +22,7 @@ from controllers.rules.workers import Launches, StartEngine, StopWorker, schedul
 from controllers.rules.world import lacking_slots
 from controllers.workers.launch_documents import emulated_engine, emulated_host, engine_document
 from gcore.config import JobSpec, NodeConfig, parse_spec
-from gcore.engines.launch import parse_sglang_launch
+from gcore.engines.launch import SglangLaunch, parse_launch
 from gcore.engines.sglang.command import server_command
 from gcore.errors import SpecError
 from gcore.ledger.records.chain import Member
@@ -167,12 +167,12 @@ def test_emulated_slots_have_every_engine() -> None:
 def test_sglang_is_started_over_all_the_gpus_of_its_place_in_their_order() -> None:
     child = engine_document(spec(WIDE), EnginePlace(node="n", slot="cuda:4", further=("cuda:5",)), NODE)
     assert child.env["CUDA_VISIBLE_DEVICES"] == "4,5"
-    words = server_command(parse_sglang_launch(child.document), 1)
+    words = server_command(parse_launch(SglangLaunch, child.document), 1)
     said = dict(pairwise(words))
     assert (said["--tp-size"], said["--base-gpu-id"], said["--device"]) == ("2", "0", "cuda")
     alone = engine_document(spec({"engine": "sglang"}), EnginePlace(node="n", slot="cuda:5"), NODE)
     assert alone.env["CUDA_VISIBLE_DEVICES"] == "5"
-    assert "--tp-size 1" in " ".join(server_command(parse_sglang_launch(alone.document), 1))
+    assert "--tp-size 1" in " ".join(server_command(parse_launch(SglangLaunch, alone.document), 1))
     cores = engine_document(spec(WIDE), EnginePlace(node="n", slot="cpu:0", further=("cpu:1",)), NODE)
     assert (cores.document["threads"], cores.env["CUDA_VISIBLE_DEVICES"]) == (2, ""), "on cores it has as many threads"
 

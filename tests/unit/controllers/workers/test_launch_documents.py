@@ -24,7 +24,7 @@ from gcore.config.node import TlsSection
 from gcore.engines import launch as sglang_launch
 from gcore.engines import launch as torch_launch
 from gcore.engines.environments import EngineEnvironment
-from gcore.engines.launch import parse_vllm_launch
+from gcore.engines.launch import VllmLaunch, parse_launch
 from gcore.engines.vllm.command import program
 from gcore.errors import SpecError, UsageError
 from gcore.ledger.records.job import EnginePlace, JobRecord, NodeRecord
@@ -49,8 +49,10 @@ def test_where_a_node_has_certificates_its_workers_serve_with_them_and_each_engi
     told = {name: access_settings(config, connector, "rollout", name) for name in ("one", "two")}
     assert told["one"]["tls"] == files
     assert told["one"]["api_key"] != told["two"]["api_key"]
-    assert torch_launch.parse_engine_launch({"model": "/m", **told["one"]}).tls == serving_tls(config)
-    assert sglang_launch.parse_sglang_launch({"model": "/m", "python": "/p", **told["one"]}).tls == serving_tls(config)
+    assert parse_launch(torch_launch.EngineLaunch, {"model": "/m", **told["one"]}).tls == serving_tls(config)
+    assert parse_launch(sglang_launch.SglangLaunch, {"model": "/m", "python": "/p", **told["one"]}).tls == serving_tls(
+        config
+    )
     assert access_settings(config, connector, "train", "rank") == {"tls": files}
     assert interface_env(config) == {"GLOO_SOCKET_IFNAME": "eth1", "NCCL_SOCKET_IFNAME": "eth1"}
     assert access_settings(CONFIG, PLAIN, "rollout", "one") == interface_env(CONFIG) == {}
@@ -78,7 +80,7 @@ def check_common(read: Any) -> None:
 def test_the_torch_engine_reads_what_it_is_told(slot: str, dtype: str, device: str) -> None:
     child = engine_document(spec(deterministic=True, **TOLD), place(slot), CONFIG)
     assert child.command == ENGINE_COMMANDS["torch"]
-    read = torch_launch.parse_engine_launch(child.document)
+    read = parse_launch(torch_launch.EngineLaunch, child.document)
     check_common(read)
     assert (read.dtype, read.device, read.deterministic) == (dtype, device, True)
     assert child.env["CUDA_VISIBLE_DEVICES"] == ("3" if device == "cuda" else "")
@@ -94,7 +96,7 @@ def test_the_hugging_face_engine_gets_the_settings_of_the_torch_engine() -> None
 def test_sglangs_worker_reads_what_it_is_told(slot: str, dtype: str, device: str) -> None:
     child = engine_document(spec(engine="sglang", engine_args=["--x", "1"], **TOLD), place(slot), CONFIG)
     assert child.command == ENGINE_COMMANDS["sglang"]
-    read = sglang_launch.parse_sglang_launch(child.document)
+    read = parse_launch(sglang_launch.SglangLaunch, child.document)
     check_common(read)
     assert (read.dtype, read.device, read.python, read.engine_args) == (dtype, device, "/p", ("--x", "1"))
     assert child.env["CUDA_VISIBLE_DEVICES"] == ("3" if device == "cuda" else "")
@@ -156,7 +158,7 @@ def test_vllm_is_started_as_a_program_of_its_own_python_with_the_settings_of_the
     child = engine_document(spec(engine="vllm", engine_args=["--x", "1"], **TOLD), place("cuda:3"), CONFIG)
     assert child.command == ("/v", "-P", program())
     assert Path(program()).is_file()
-    read = parse_vllm_launch(child.document)
+    read = parse_launch(VllmLaunch, child.document)
     check_common(read)
     assert (read.dtype, read.device, read.gpus, read.engine_args) == ("bfloat16", "cuda", 1, ("--x", "1"))
     bare = CONFIG.model_copy(update={"vllm_python": None})
@@ -184,7 +186,7 @@ def test_the_policys_engine_gets_the_adapters_of_judges_and_their_digests() -> N
         {**tree, "judges": [judge], "reward": {"judge": "taste"}, "train": {"lora": {"publish": "adapter"}}}
     )
     digests = {"taste": "5" * 64}
-    read = torch_launch.parse_engine_launch(engine_document(judged, place("cpu:0"), CONFIG, digests).document)
+    read = parse_launch(torch_launch.EngineLaunch, engine_document(judged, place("cpu:0"), CONFIG, digests).document)
     assert (read.adapters, read.adapter_digests) == ({"taste": "/a"}, digests)
     assert "adapter_digests" not in engine_document(spec(), place("cpu:0"), CONFIG, {}).document
 
