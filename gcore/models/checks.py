@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,16 @@ def require_config(folder: Path) -> dict[str, Any]:
             f"cannot read the model's config.json ({error})", where=str(folder), fix="Name the folder of a model"
         ) from error
     return config
+
+
+def check_loaded(missing: Collection[str], folder: Path) -> None:
+    """Raise DataError if weights are `missing` in the folder of a model that was loaded: transformers and diffusers initialise
+    them at random and only warn."""
+    if missing:
+        first, more = min(missing), f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise DataError(
+            f"the model's weights lack {first}{more}", where=str(folder), fix="Copy or save the model again"
+        )
 
 
 def _optional_json(path: Path) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from transformers.utils import logging as transformers_logging
 
 from gcore.config.train import TrainSpec
 from gcore.errors import DataError, GcoreError, first_line
-from gcore.models.checks import require_config
+from gcore.models.checks import check_loaded, require_config
 from gcore.models.vision import REPEATS, auto_class, repeat_features
 from gcore.system.memory import is_out_of_memory
 from gcore.train.backends.packed_attention import PACKED
@@ -114,12 +114,7 @@ def load_module(
         )
     except (OSError, ValueError, KeyError, ImportError, SafetensorError, StrictDataclassError) as error:
         raise DataError(f"the model cannot be loaded ({first_line(error)})", where=str(folder)) from error
-    missing = [] if headless else sorted(report["missing_keys"])
-    if missing:  # transformers would initialise these at random and only warn
-        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise DataError(
-            f"the model's weights lack {missing[0]}{more}", where=str(folder), fix="Copy or save the model again"
-        )
+    check_loaded([] if headless else report["missing_keys"], folder)
     repeat_features(module)
     if "logits_to_keep" not in inspect.signature(module.forward).parameters:
         raise DataError(

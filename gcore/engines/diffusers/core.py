@@ -26,7 +26,7 @@ from gcore.models.adapter_checks import BaseFiles
 from gcore.models.diffusion.networks import Condition, condition_shape
 from gcore.models.diffusion.pipeline import ImagePipeline
 from gcore.models.diffusion.steps import StepKind, kept_states
-from gcore.system.memory import release_free_memory
+from gcore.system.memory import is_out_of_memory, release_free_memory
 
 ENGINE_NAME = "gcore diffusers engine"
 """Name of the engine in `/server_info`."""
@@ -284,9 +284,14 @@ def measure_slots(core: DiffusionCore, shape: tuple[int, int, int], free: int, m
     """
     device = core.pipeline.network.device
     try:
-        one, three = (_peak_bytes(device, partial(_try, core, shape, count)) for count in (1, 3))
+        one = _peak_bytes(device, partial(_try, core, shape, 1))
+        three = _peak_bytes(device, partial(_try, core, shape, 3))
     except OSError:
         return most
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        return 1  # if not even one fits, its first request reports it
     each = (three - one) // 2
     return most if each <= 0 else max(1, min(most, int(free * SHARE) // each))
 

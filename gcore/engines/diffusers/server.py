@@ -34,15 +34,13 @@ from gcore.engines.serving.io_struct import INT64
 from gcore.engines.serving.routes import (
     CLIENT_CLOSED_REQUEST,
     bind_engine,
-    control_routes,
-    guard_routes,
     health,
     run_unless_disconnected,
 )
 from gcore.engines.torch.async_engine import AsyncEngine
 from gcore.engines.torch.model import DTYPES, TOO_BIG, device_of, explain_memory_error, free_bytes
 from gcore.engines.torch.server import serve_engine as serve_core
-from gcore.engines.torch.weight_routes import WeightRoutes
+from gcore.engines.torch.weight_routes import engine_app
 from gcore.errors import EngineError
 from gcore.media.client import BlobClient, open_blob_http
 from gcore.media.pictures import encode_png
@@ -120,7 +118,7 @@ class DenoisingHandler(AsyncEngine[DenoisingRequest, DenoisingOutput]):
         shape = pipeline.state_shape(body.height or self._side[0], body.width or self._side[1])
         levels = pipeline.levels(body.num_inference_steps, shape)
         kind = body.rollout_sde_type
-        steps = _random_steps(pipeline, kind, levels, body.rollout_sde_step_indices)
+        steps = _random_steps(pipeline, kind, body.rollout_noise_level, levels, body.rollout_sde_step_indices)
         seeds = body.seed if isinstance(body.seed, list) else [body.seed]
         given = seeds if body.noise_seed is None else body.noise_seed
         noises = given if isinstance(given, list) else [given] * len(seeds)
@@ -186,9 +184,10 @@ class DenoisingHandler(AsyncEngine[DenoisingRequest, DenoisingOutput]):
 
 
 def _random_steps(
-    pipeline: ImagePipeline, kind: StepKind, levels: Sequence[float], wanted: Sequence[int] | None
+    pipeline: ImagePipeline, kind: StepKind, noise_level: float, levels: Sequence[float], wanted: Sequence[int] | None
 ) -> tuple[int, ...]:
-    """The random steps of a request. Raises EngineError for steps that cannot be trained."""
+    """The random steps of a request. Raises EngineError for steps that cannot be trained, and for a noise level that the kind
+    does not have."""
     schedule = pipeline.schedule
     if kind == "ode":
         if wanted:
@@ -196,6 +195,11 @@ def _random_steps(
         return ()
     if kind != "sde" and not schedule.is_flow:
         raise EngineError(f"a DDIM schedule has no steps of the kind {kind}", fix="Use sde or ode")
+    if noise_level > 1 and (kind == "cps" or not schedule.is_flow):
+        raise EngineError(
+            f"rollout_noise_level is {noise_level}, but such a step replaces at most all of its noise",
+            fix="Use at most 1",
+        )
     trainable = [index for index in range(len(levels) - 1) if schedule.is_trainable(kind, levels, index)]
     if wanted is None:
         return tuple(trainable)
@@ -266,8 +270,7 @@ def diffusion_app(engine: DenoisingHandler, keys: ApiKeys) -> ASGIApp:
 
     routes = [Route("/rollout/generate", answer_errors(generate), methods=["POST"])]
     routes += [Route("/health_generate", bind_engine(lambda _: engine, health), methods=["GET"])]
-    routes += [*control_routes(lambda _: engine, UNSERVED), *WeightRoutes(engine).routes()]
-    return guard_routes(routes, keys)
+    return engine_app(engine, routes, UNSERVED, keys)
 
 
 def start_diffusion(launch: DiffusersLaunch, _text: object) -> DiffusionCore:

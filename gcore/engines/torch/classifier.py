@@ -54,8 +54,6 @@ from gcore.engines.serving.io_struct import (
 from gcore.engines.serving.routes import (
     CLIENT_CLOSED_REQUEST,
     bind_engine,
-    control_routes,
-    guard_routes,
     health,
     run_unless_disconnected,
 )
@@ -73,7 +71,7 @@ from gcore.engines.torch.model import (
     load_module,
 )
 from gcore.engines.torch.scheduler import IDLE_TOKENS
-from gcore.engines.torch.weight_routes import WeightRoutes
+from gcore.engines.torch.weight_routes import engine_app
 from gcore.errors import DataError, EngineError, one_line
 from gcore.models.adapter_checks import BaseFiles
 from gcore.models.checks import check_classifier, check_code, require_config, without_picture_head
@@ -633,8 +631,7 @@ def classifier_app(engine: ClassifierRequestHandler, keys: ApiKeys) -> ASGIApp:
     routes = [Route("/classify", answer_errors(classify), methods=["POST", "PUT"])]
     routes += [Route(path, answer_errors(refuse_text), methods=["POST", "PUT"]) for path in WORDLESS]
     routes += [Route("/health_generate", bind_engine(lambda _: engine, health), methods=["GET"])]
-    routes += [*control_routes(lambda _: engine, UNSERVED), *WeightRoutes(engine).routes()]
-    return guard_routes(routes, keys)
+    return engine_app(engine, routes, UNSERVED, keys)
 
 
 def start_classifier(launch: EngineLaunch, text: Detokenizer | None) -> ClassifierCore:

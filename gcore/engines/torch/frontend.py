@@ -44,15 +44,13 @@ from gcore.engines.serving.routes import (
     CLIENT_CLOSED_REQUEST,
     STREAM_END,
     bind_engine,
-    control_routes,
     encode_event,
-    guard_routes,
     health,
     run_unless_disconnected,
 )
 from gcore.engines.torch.async_engine import AsyncEngine
 from gcore.engines.torch.engine import GeneratorBase
-from gcore.engines.torch.weight_routes import WeightRoutes
+from gcore.engines.torch.weight_routes import engine_app
 from gcore.errors import EngineError, GcoreError
 from gcore.system.clock import Clock
 from gcore.system.concurrency import limit_time
@@ -374,11 +372,9 @@ def generator_app(desk: RequestHandler, tokenizer_folder: Path, keys: ApiKeys) -
     routes = [
         Route("/generate", bind_engine(lambda _: desk, generate), methods=["POST", "PUT"]),
         Route("/health_generate", bind_engine(lambda _: desk, health_generate), methods=["GET"]),
-        *control_routes(lambda _: desk, UNSERVED),
-        *WeightRoutes(desk).routes(),
         *OpenAIRoutes(desk, tokenizer_folder, desk.context).routes(),
     ]
-    return guard_routes(routes, keys)
+    return engine_app(desk, routes, UNSERVED, keys)
 
 
 async def generate(desk: RequestHandler, request: Request) -> Response:

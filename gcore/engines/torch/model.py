@@ -33,7 +33,7 @@ from gcore.engines.torch.kv_cache import CacheShape
 from gcore.errors import DataError, EngineError, UsageError, one_line
 from gcore.models.adapter_checks import BaseFiles
 from gcore.models.adapters import adapted_tensors, check_fit
-from gcore.models.checks import check_code, require_config
+from gcore.models.checks import check_code, check_loaded, require_config
 from gcore.models.layout import ADAPTER_FILE, FROZEN_FILE
 from gcore.models.row_adapters import AdapterMatrices, RowAdapters
 from gcore.models.vision import auto_class, has_processor, has_vision, media_token_ids, set_text_attention
@@ -316,13 +316,7 @@ def load_module(auto: Any, folder: Path, dtype: torch.dtype, *, trust_remote_cod
         raise DataError(
             f"cannot load this model ({reason})", where=str(folder), fix="Check the folder's files"
         ) from error
-    # transformers would initialise these at random and only warn.
-    missing = sorted(report["missing_keys"])
-    if missing:
-        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise DataError(
-            f"the model's weights lack {missing[0]}{more}", where=str(folder), fix="Copy or save the model again"
-        )
+    check_loaded(report["missing_keys"], folder)
     return module
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -18,8 +18,9 @@ import torch
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
+from starlette.types import ASGIApp
 
-from gcore.engines.serving.http import answer_errors, read_fields
+from gcore.engines.serving.http import ApiKeys, answer_errors, read_fields
 from gcore.engines.serving.io_struct import (
     BeginBody,
     EmptyBody,
@@ -29,7 +30,7 @@ from gcore.engines.serving.io_struct import (
     WeightsByNameBody,
     json_number,
 )
-from gcore.engines.serving.routes import version_notice
+from gcore.engines.serving.routes import control_routes, guard_routes, version_notice
 from gcore.engines.torch.async_engine import AsyncEngine
 from gcore.engines.torch.model import StagedWeights, check_awake
 from gcore.errors import EngineError, GcoreError
@@ -155,6 +156,15 @@ class WeightRoutes:
             return json_number(rows.to("cpu", torch.float32).tolist())
 
         return JSONResponse(await self._engine.perform(look))
+
+
+def engine_app(
+    engine: AsyncEngine[Any, Any], routes: Sequence[Route], unserved: Sequence[str], keys: ApiKeys
+) -> ASGIApp:
+    """The application of an engine, protected by the API keys: its own `routes`, and those that control it and its weights.
+    `unserved`: SGLang's paths that it refuses.
+    """
+    return guard_routes([*routes, *control_routes(lambda _: engine, unserved), *WeightRoutes(engine).routes()], keys)
 
 
 async def _in_thread(call: Callable[[], T]) -> T:

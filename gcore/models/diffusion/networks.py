@@ -12,6 +12,7 @@ states are [batch, channels, height, width] in float32, whatever layout the netw
 
 from __future__ import annotations
 
+import importlib
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -23,7 +24,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
-from gcore.errors import DataError
+from gcore.errors import DataError, one_line
+from gcore.models.checks import check_loaded
 
 Condition = Mapping[str, Tensor]
 """Embeddings of one prompt: tensors [1, ...] by name."""
@@ -193,49 +195,54 @@ def pipeline_parts(folder: Path) -> Mapping[str, Any]:
 
     Raises DataError for a folder that is not one, or is of a class that gcore does not know.
     """
-    try:
-        parts = json.loads((folder / MODEL_INDEX).read_text(encoding="utf-8"))
-        name = parts["_class_name"]
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise DataError(
-            f"the folder is not a pipeline of diffusers: cannot read {MODEL_INDEX} ({error!r})",
-            where=str(folder),
-            fix="Save it with pipeline.save_pretrained",
-        ) from error
+    parts = read_settings(folder / MODEL_INDEX)
+    name = parts["_class_name"]
     if name not in NETWORKS:
         raise DataError(
             f"pipelines of the class {name} are not supported",
             where=str(folder),
             fix=f"Use one of: {', '.join(sorted(NETWORKS))}. Editing of pictures and video are not supported",
         )
-    found: Mapping[str, Any] = parts
-    return found
+    return parts
+
+
+def read_settings(file: Path) -> dict[str, Any]:
+    """The settings in a file of a pipeline, which name their class as `_class_name`. Raises DataError."""
+    try:
+        settings: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        settings["_class_name"]
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise DataError(
+            f"cannot read a file of the pipeline ({error!r})",
+            where=str(file),
+            fix="Save the whole pipeline (pipeline.save_pretrained)",
+        ) from error
+    return settings
+
+
+def load_part(folder: Path, part: str, dtype: torch.dtype) -> Any:
+    """Load a network of a pipeline's folder, such as `transformer` or `text_encoder`, with the class that the pipeline
+    names. Raises DataError for one that cannot be loaded completely."""
+    library, name = pipeline_parts(folder)[part]
+    try:
+        module, report = getattr(importlib.import_module(library), name).from_pretrained(
+            folder / part, dtype=dtype, local_files_only=True, output_loading_info=True
+        )
+    except (OSError, ValueError, KeyError, AttributeError, RuntimeError, TypeError, ImportError) as error:
+        raise DataError(
+            f"cannot load a part of this pipeline ({one_line(error)})",
+            where=str(folder / part),
+            fix="Check the folder's files",
+        ) from error
+    check_loaded(report["missing_keys"], folder / part)
+    # Evaluation mode also in training: with dropout, a replayed step would have another log-probability.
+    return module.eval()
 
 
 def load_network(folder: Path, *, guidance: float, dtype: torch.dtype, device: torch.device | str) -> DenoisingNetwork:
-    """Load the network of a pipeline's folder, with the class that its config.json names. Raises DataError."""
-    import diffusers
-
+    """Load the network of a pipeline's folder. Raises DataError."""
     kind = NETWORKS[pipeline_parts(folder)["_class_name"]]
-    part = folder / kind.folder
-    try:
-        config = json.loads((part / "config.json").read_text(encoding="utf-8"))
-        module, report = getattr(diffusers, str(config["_class_name"])).from_pretrained(
-            part, dtype=dtype, local_files_only=True, low_cpu_mem_usage=False, output_loading_info=True
-        )
-    except (OSError, ValueError, KeyError, AttributeError, RuntimeError, TypeError) as error:
-        said = " ".join(str(error).split())[:300] or repr(error)
-        raise DataError(
-            f"cannot load the network of this pipeline ({said})", where=str(part), fix="Check the folder's files"
-        ) from error
-    if missing := sorted(report["missing_keys"]):
-        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise DataError(
-            f"the network's weights lack {missing[0]}{more}", where=str(part), fix="Copy or save the model again"
-        )
-    # Evaluation mode also in training: with dropout, a replayed step would have another log-probability.
-    module.to(device).eval()
-    return kind(module, guidance)
+    return kind(load_part(folder, kind.folder, dtype).to(device), guidance)
 
 
 def condition_shape(condition: Condition) -> tuple[tuple[str, tuple[int, ...]], ...]:

@@ -13,8 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gcore.errors import DataError, EngineError
-from gcore.models.diffusion.networks import Condition, DenoisingNetwork, QwenImageNetwork, load_network, pipeline_parts
+from gcore.errors import DataError, EngineError, one_line
+from gcore.models.diffusion.networks import (
+    Condition,
+    DenoisingNetwork,
+    QwenImageNetwork,
+    load_network,
+    load_part,
+    pipeline_parts,
+)
 from gcore.models.diffusion.schedule import NoiseSchedule
 
 WIDTHS = {"StableDiffusion3Pipeline": 256, "FluxPipeline": 512, "QwenImagePipeline": 1024}
@@ -50,14 +57,16 @@ class ImagePipeline:
         given: dict[str, Any] = {network.folder: network.module, "dtype": dtype, "local_files_only": True}
         if parts["_class_name"] == "StableDiffusionPipeline":
             given |= {"safety_checker": None, "requires_safety_checker": False}
+        for name, named in parts.items():
+            if name not in given and isinstance(named, list) and (folder / name / "config.json").is_file():
+                given[name] = load_part(folder, name, dtype)
         given |= {name: None for name, named in parts.items() if isinstance(named, list) and named[1] is None}
         diffusers.utils.logging.disable_progress_bar()
         try:
             pipeline = getattr(diffusers, parts["_class_name"]).from_pretrained(folder, **given)
         except (OSError, ValueError, KeyError, AttributeError, RuntimeError, TypeError, ImportError) as error:
-            said = " ".join(str(error).split())[:300] or repr(error)
             raise DataError(
-                f"cannot load this pipeline ({said})", where=str(folder), fix="Check the folder's files"
+                f"cannot load this pipeline ({one_line(error)})", where=str(folder), fix="Check the folder's files"
             ) from error
         pipeline.set_progress_bar_config(disable=True)
         for part in pipeline.components.values():

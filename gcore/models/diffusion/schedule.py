@@ -9,8 +9,9 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import numpy as np
 from torch import Tensor
 
 from gcore.errors import DataError
+from gcore.models.diffusion.networks import read_settings
 from gcore.models.diffusion.steps import DenoisingStep, StepKind, ddim_step, flow_step
 
 FLOW, DDIM = "FlowMatchEulerDiscreteScheduler", "DDIMScheduler"
@@ -46,15 +48,8 @@ class NoiseSchedule:
     def load(folder: Path) -> NoiseSchedule:
         """Load the scheduler of a pipeline's folder. Raises DataError for one that gcore cannot replay."""
         file = folder / "scheduler" / "scheduler_config.json"
-        try:
-            settings: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-            name = settings["_class_name"]
-        except (OSError, ValueError, TypeError, KeyError) as error:
-            raise DataError(
-                f"cannot read the pipeline's scheduler ({error!r})",
-                where=str(file),
-                fix="Save the pipeline again with its scheduler",
-            ) from error
+        settings = read_settings(file)
+        name = settings["_class_name"]
         if name not in (FLOW, DDIM):
             raise DataError(
                 f"the scheduler {name} is not supported",
@@ -92,6 +87,8 @@ class NoiseSchedule:
     def levels(self, steps: int, tokens: int, *, linear: bool = False) -> tuple[float, ...]:
         """The `steps` + 1 levels of a schedule, falling; the last is that of the finished picture.
 
+        Raises ValueError if they do not fall: the last timestep of some DDIM schedules has no step after it.
+
         `tokens`: image tokens, by which a scheduler with `use_dynamic_shifting` shifts its levels. `linear`: the pipeline
         gives its scheduler the levels 1 to 1/steps, as Flux and Qwen-Image do. Raises ValueError.
         """
@@ -101,13 +98,13 @@ class NoiseSchedule:
             scheduler = _scheduler(self.settings)
             scheduler.set_timesteps(steps)
             times = [int(one) for one in scheduler.timesteps]
-            return tuple(float(one) for one in (*times, max(times[-1] - len(self.alphas) // steps, 0)))
+            return _falling([*times, max(times[-1] - len(self.alphas) // steps, 0)])
         scheduler = _scheduler(self.settings)
         given: dict[str, Any] = {"mu": self._shift(tokens)} if self.settings.get("use_dynamic_shifting") else {}
         if linear and not self.settings.get("use_flow_sigmas"):
             given["sigmas"] = np.linspace(1.0, 1 / steps, steps)
         scheduler.set_timesteps(steps, **given)
-        return tuple(float(one) for one in scheduler.sigmas)
+        return _falling(scheduler.sigmas)
 
     def _shift(self, tokens: int) -> float:
         """The shift of the levels of a picture with so many tokens: a line through two points of the configuration."""
@@ -143,6 +140,17 @@ class NoiseSchedule:
         if kind == "ode" or not 0 <= index < len(levels) - 1:
             return False
         return bool(self.alphas) or not math.isclose(levels[index + 1], 0.0, abs_tol=1e-8)
+
+
+def _falling(levels: Iterable[Any]) -> tuple[float, ...]:
+    """These levels as numbers. Raises ValueError unless each is below the one before it."""
+    found = tuple(float(one) for one in levels)
+    if any(second >= first for first, second in pairwise(found)):
+        raise ValueError(
+            f"the scheduler's levels do not fall: {found[-2]:g} is followed by {found[-1]:g} at the end; a DDIM scheduler needs "
+            "steps_offset: 1"
+        )
+    return found
 
 
 def _scheduler(settings: dict[str, Any]) -> Any:

@@ -138,6 +138,7 @@ async def test_an_engine_sleeps_and_generates_the_same_pictures_afterwards(clien
         ({"random_steps": (3,)}, "step 3 is not one of the steps that can be random, 0 to 2"),
         ({"random_steps": (1, 0)}, "must ascend"),
         ({"kind": "ode", "random_steps": (1,)}, "an ode has no random steps"),
+        ({"kind": "cps", "noise_level": 2.5}, r"rollout_noise_level is 2\.5.*Use at most 1"),
         ({"steps": 0}, "num_inference_steps"),
     ],
 )

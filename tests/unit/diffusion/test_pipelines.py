@@ -244,11 +244,17 @@ def edited(folder: Path, name: str, **changes: Any) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda folder: (folder / "model_index.json").unlink(), "not a pipeline of diffusers"),
+        (
+            lambda folder: (folder / "model_index.json").unlink(),
+            r"model_index\.json: cannot read a file of the pipeline",
+        ),
         (lambda folder: edited(folder, "model_index.json", _class_name="WanPipeline"), "WanPipeline are not supported"),
         (lambda folder: shutil.rmtree(folder / "text_encoder_2"), "has no text_encoder_2"),
-        (lambda folder: shutil.rmtree(folder / "transformer"), "cannot load the network"),
-        (lambda folder: shutil.rmtree(folder / "scheduler"), "cannot read the pipeline's scheduler"),
+        (lambda folder: shutil.rmtree(folder / "transformer"), "cannot load a part of this pipeline"),
+        (
+            lambda folder: shutil.rmtree(folder / "scheduler"),
+            r"scheduler_config\.json: cannot read a file of the pipeline",
+        ),
         (
             lambda folder: edited(folder, "scheduler/scheduler_config.json", _class_name="PNDMScheduler"),
             "PNDMScheduler is not supported",
@@ -269,16 +275,27 @@ def test_a_pipeline_with_a_missing_or_unknown_part_is_refused(
         ImagePipeline.load(folder, guidance=1.0, dtype=torch.float32, device="cpu")
 
 
-def test_a_renamed_weight_is_refused_by_name(folders: Callable[[Family], Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "file", "name"),
+    [
+        ("sd3", "transformer/diffusion_pytorch_model", "proj_out.weight"),
+        ("sd3", "text_encoder_2/model", "text_projection.weight"),
+        ("flux", "text_encoder_2/model", "encoder.final_layer_norm.weight"),
+        ("sd", "vae/diffusion_pytorch_model", "decoder.conv_in.weight"),
+    ],
+)
+def test_a_renamed_weight_of_any_part_is_refused_by_name(
+    folders: Callable[[Family], Path], tmp_path: Path, family: Family, file: str, name: str
+) -> None:
     from safetensors.torch import load_file, save_file
 
     folder = tmp_path / "pipeline"
-    shutil.copytree(folders("sd3"), folder)
-    file = folder / "transformer" / "diffusion_pytorch_model.safetensors"
-    tensors = load_file(file)
-    tensors["other"] = tensors.pop("proj_out.weight")
-    save_file(tensors, file)
-    with pytest.raises(DataError, match=r"weights lack proj_out\.weight"):
+    shutil.copytree(folders(family), folder)
+    weights = folder / f"{file}.safetensors"
+    tensors = load_file(weights)
+    tensors["other"] = tensors.pop(name)
+    save_file(tensors, weights, metadata={"format": "pt"})
+    with pytest.raises(DataError, match=f"weights lack {name}"):
         ImagePipeline.load(folder, guidance=1.0, dtype=torch.float32, device="cpu")
 
 
@@ -294,6 +311,16 @@ def test_levels_are_those_of_the_scheduler(tmp_path: Path, shift: float, steps: 
     trainable = [schedule.is_trainable("sde", levels, index) for index in range(steps)]
     assert trainable == [True] * (steps - 1) + [False]
     assert pipeline_parts(tmp_path / "p")["_class_name"] == "StableDiffusion3Pipeline"
+
+
+def test_a_ddim_schedule_whose_last_timestep_has_no_step_after_it_is_refused(folders: Callable[[Family], Path]) -> None:
+    schedule = NoiseSchedule.load(folders("sd"))
+    assert schedule.levels(4, 16)[-2:] == (1.0, 0.0)
+    without = replace(schedule, settings=schedule.settings | {"steps_offset": 0})
+    with pytest.raises(
+        ValueError, match="do not fall: 0 is followed by 0 at the end; a DDIM scheduler needs steps_offset: 1"
+    ):
+        without.levels(4, 16)
 
 
 def test_the_fingerprint_of_a_scheduler_is_that_of_its_settings(folders: Callable[[Family], Path]) -> None:
