@@ -305,11 +305,6 @@ class DenoisingTrajectory(NamedTuple):
     """The states around the trained steps, the picture, and the embeddings of the prompt: `trajectory`, `decoded` and
     `embeds`."""
 
-    @property
-    def picture(self) -> Medium | None:
-        """The generated picture."""
-        return next((medium for medium in self.media if medium.kind == "decoded"), None)
-
 
 _DENOISING_TAG = struct.pack("<I", 2**32 - 1) + b"denoising"
 """Begins the digest of a trajectory. No response has so many tokens, with whose number other digests begin."""
@@ -381,7 +376,7 @@ class Sample:
         _set(self, "prompt_ids", prompt_ids)
 
     @property
-    def tokens(self) -> TokenOutput:
+    def token_output(self) -> TokenOutput:
         """The output of a text. Raises TypeError for a picture."""
         if not isinstance(self.output, TokenOutput):
             raise TypeError("a picture has no tokens")

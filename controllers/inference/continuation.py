@@ -138,7 +138,7 @@ class PartialResponses:
         if kept is None:
             return sample
         lacking = _lacking(sample, self._in_front(number), self._decode)
-        return _joined(kept, replace(sample, output=sample.tokens._replace(text=lacking + sample.text)))
+        return _joined(kept, replace(sample, output=sample.token_output._replace(text=lacking + sample.text)))
 
     def _in_front(self, number: int) -> tuple[int, ...]:
         """Return the last `CONTEXT` tokens before the part that the present engine generates."""
@@ -161,7 +161,7 @@ def _joined(before: Sample | None, after: Sample) -> Sample:
             spans[-1] = VersionSpan(moved.version, spans[-1].start, moved.end)
         else:
             spans.append(moved)
-    output = after.tokens._replace(
+    output = after.token_output._replace(
         token_ids=before.token_ids + after.token_ids,
         logprobs=before.logprobs + after.logprobs,
         text=before.text + after.text,
@@ -199,7 +199,9 @@ def _safe(sample: Sample, before: tuple[int, ...], stop: Sequence[str], decode: 
     if count == 0 or _begins(text, stop):
         return None
     spans = tuple(replace(s, end=min(s.end, count)) for s in sample.spans if s.start < count)
-    output = sample.tokens._replace(token_ids=tokens[:count], logprobs=sample.logprobs[:count], text=text, spans=spans)
+    output = sample.token_output._replace(
+        token_ids=tokens[:count], logprobs=sample.logprobs[:count], text=text, spans=spans
+    )
     return replace(sample, output=output)
 
 

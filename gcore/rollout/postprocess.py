@@ -60,7 +60,7 @@ def _behind(sample: Sample, rest: tuple[int, ...]) -> Sample:
         observed[0] = (0, observed[0][1])
     else:
         observed.insert(0, (0, more))
-    output = sample.tokens._replace(
+    output = sample.token_output._replace(
         token_ids=rest + sample.token_ids,
         logprobs=(0.0,) * more + sample.logprobs,
         spans=(first, *spans[1:]),

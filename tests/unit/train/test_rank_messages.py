@@ -181,7 +181,7 @@ def test_a_picture_has_no_fields_of_a_text() -> None:
     picture = Sample(output=output, finish_reason="stop")
     assert (picture.length, picture.token_ids, picture.own_tokens, picture.observed, picture.text) == (1, (), 0, (), "")
     with pytest.raises(TypeError, match="a picture has no tokens"):
-        _ = picture.tokens
+        _ = picture.token_output
     with pytest.raises(TypeError, match="no fields of a TokenOutput"):
         Sample(text="x", output=output, finish_reason="stop")
 
