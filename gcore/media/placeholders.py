@@ -484,13 +484,6 @@ class MarkedRule(PictureRule):
     def __init__(self, folder: ModelFiles) -> None:
         image = folder.token_id("image_token_id")
         super().__init__(folder, image, image)
-        if folder.images.get("do_image_splitting") is not False:
-            raise DataError(
-                "the model's image processor cuts pictures into several (do_image_splitting), which engines and train ranks "
-                "do not support",
-                where=str(folder.path),
-                fix="Set do_image_splitting: false in preprocessor_config.json",
-            )
         self._side = folder.number(folder.mapping(folder.images, "max_image_size"), "longest_edge", 364)
         self._count = folder.number(folder.processor, "image_seq_len", 169)
         side, patch, scale = (
@@ -501,6 +494,16 @@ class MarkedRule(PictureRule):
             own = (side // patch) ** 2 // scale**2
             if own != self._count:
                 raise folder.error(f"image_seq_len is {self._count}, but the model makes {own} tokens of a picture")
+
+    def _processor_error(self) -> DataError | None:
+        if self._folder.images.get("do_image_splitting") is False:
+            return None
+        return DataError(
+            "the model's image processor cuts pictures into several (do_image_splitting), which engines and train ranks "
+            "do not support",
+            where=str(self._folder.path),
+            fix="Set do_image_splitting: false in preprocessor_config.json",
+        )
 
     @cached_property
     def _marks(self) -> tuple[int, int]:

@@ -250,6 +250,17 @@ def test_a_literal_placeholder_fails_the_prompt_of_a_job_without_pictures(folder
         folder.first(images=None, chat=False)
 
 
+def test_a_processor_that_cuts_pictures_into_several_does_not_matter_without_pictures(tmp_path: Path) -> None:
+    folder = Folder(tmp_path, family="smolvlm")
+    change_processor(folder.model, do_image_splitting=True)
+    folder.write({"prompt": "2 + 5"}, {"prompt": "<image>"}, {"prompt": "<global-img>"})
+    opened = folder.open(images=None, chat=False, image_marker="[picture]").stream.sources[0]
+    assert opened.prompt(0, PromptRef(0, 0, 0)).text == "2 + 5"
+    for entry, message in ((1, "has 1 placeholder, but 0 pictures"), (2, "contains '<global-img>'")):
+        with pytest.raises(DataError, match=message):
+            opened.prompt(entry, PromptRef(0, 0, entry))
+
+
 @pytest.mark.parametrize("name", ["preprocessor_config.json", "processor_config.json"])
 def test_a_vision_model_without_its_processor_is_trained_on_text(folder: Folder, name: str) -> None:
     (folder.model / name).unlink(missing_ok=True)

@@ -370,11 +370,6 @@ def edit(name: str, **changes: Any) -> Callable[[Path], object]:
         ("gemma3", edit("preprocessor_config.json", do_pan_and_scan=True), "do_pan_and_scan is true"),
         ("gemma3", edit("processor_config.json", image_seq_length=5), "is 5, but the model's mm_tokens_per_image is 4"),
         ("llava", edit("preprocessor_config.json", do_pad=True), "do_pad is true"),
-        (
-            "smolvlm",
-            edit("preprocessor_config.json", do_image_splitting=True),
-            "do_image_splitting.*Set do_image_splitting: false",
-        ),
         ("smolvlm", edit("processor_config.json", image_seq_len=5), "is 5, but the model makes 4 tokens"),
     ],
 )
