@@ -628,11 +628,11 @@ def _locked(path: Path, *, wait: bool) -> Iterator[None]:
 def _ports(count: int, first: int | None, listening: int, option: str = "--port") -> tuple[int, ...]:
     """Find `count` free ports. If `first` is given, the first `listening` of them are consecutive from `first`; raises
     UsageError if one is used."""
-    with contextlib.ExitStack() as held:
-        ports = []
-        for index in range(count):
-            port = first + index if first is not None and index < listening else 0
-            probe = held.enter_context(socket.socket())
+    from gcore.system.network import free_ports
+
+    asked = () if first is None else range(first, first + min(listening, count))
+    for port in asked:
+        with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 probe.bind((HOST, port))
@@ -640,8 +640,7 @@ def _ports(count: int, first: int | None, listening: int, option: str = "--port"
                 raise UsageError(
                     f"port {port} is in use or not allowed", where=option, fix="Choose another port, or omit the option"
                 ) from error
-            ports.append(int(probe.getsockname()[1]))
-        return tuple(ports)
+    return (*asked, *free_ports(count - len(asked), HOST))
 
 
 def _remembered(config: NodeConfig, file: Path, process: ProcessId) -> ControllerProcess:

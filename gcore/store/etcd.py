@@ -31,7 +31,7 @@ from typing import Final
 
 from gcore.errors import GcoreError
 from gcore.system.clock import Clock
-from gcore.system.network import http_client
+from gcore.system.network import free_ports, http_client
 from gcore.system.process import (
     EndedBySignal,
     ProcessId,
@@ -340,7 +340,8 @@ def _spawn(
     for port in (client_port, peer_port):
         if port is not None and not _is_free(port):
             raise _port_taken(port)
-    client, peer = client_port or _free_port(), peer_port or _free_port()
+    others = free_ports(2, _HOST)
+    client, peer = client_port or others[0], peer_port or others[1]
     try:
         data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
@@ -431,12 +432,6 @@ def _environment(environment: Mapping[str, str]) -> dict[str, str]:
     return {
         name: value for name, value in environment.items() if not name.startswith("ETCD_") or name == _KEPT_VARIABLE
     }
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((_HOST, 0))
-        return int(probe.getsockname()[1])
 
 
 def _is_free(port: int) -> bool:

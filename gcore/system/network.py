@@ -10,11 +10,14 @@ unusable address, such as a port that needs privileges (`UsageError`).
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import ipaddress
+import secrets
 import socket
 from collections.abc import Mapping, Sequence
 from contextlib import closing
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gcore.errors import CannotListen, GcoreError, UsageError, explain_os_errors
@@ -77,6 +80,41 @@ def listen(host: str, port: int = 0, backlog: int = 128) -> socket.socket:
     """Return a socket that listens at the first IPv4 or IPv6 address of `host`; `port` 0: a free port. Raises OSError."""
     family, *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     return socket.create_server((host, port), family=family, backlog=backlog)
+
+
+LOWEST_PORT = 10_240
+"""The lowest port that `free_ports` returns."""
+
+_OUTGOING = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_FIRST_OUTGOING, _MOST_TRIES, _LEAST_CHOICE = 32_768, 1000, 1000
+_given: set[int] = set()
+
+
+def free_ports(count: int, host: str = "127.0.0.1", *, adjacent: int = 1) -> tuple[int, ...]:
+    """Return `count` ports at which other processes can listen. Raises CannotListen if there are not enough.
+
+    The system's own choice (port 0) is a port that an outgoing connection may take before the process listens. These are
+    below the ports of outgoing connections, and no two calls in this process return the same. `adjacent`: of each port,
+    the ports after it are free too, so that there are so many in a row.
+    """
+    outgoing = _FIRST_OUTGOING
+    with contextlib.suppress(OSError, ValueError):
+        outgoing = int(_OUTGOING.read_text().split()[0])
+    end = outgoing if outgoing - LOWEST_PORT >= _LEAST_CHOICE else 65_536
+    found: list[int] = []
+    with contextlib.ExitStack() as held:
+        for _ in range(_MOST_TRIES):
+            if len(found) == count:
+                return tuple(found)
+            first = LOWEST_PORT + secrets.randbelow(end - LOWEST_PORT - adjacent)
+            ports = range(first, first + adjacent)
+            if _given.isdisjoint(ports):
+                with contextlib.suppress(OSError):
+                    for port in ports:
+                        held.enter_context(listen(host, port))
+                    found.append(first)
+                    _given.update(ports)
+    raise CannotListen(f"no {count} free ports were found", where=host, fix="End other processes of this machine")
 
 
 def listen_http(host: str, port: int, backlog: int) -> socket.socket:

@@ -14,7 +14,6 @@ import contextlib
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import uuid
@@ -46,6 +45,7 @@ from gcore.store.reference import StoreRef
 from gcore.store.types import WatchBatch
 from gcore.system.clock import SystemClock
 from gcore.system.fault_injection import VARIABLE
+from gcore.system.network import free_ports
 from gcore.system.process import (
     ProcessId,
     identify_process,
@@ -470,7 +470,7 @@ class ChaosCluster:
         binary = find_etcd()
         assert isinstance(binary, EtcdBinary)
         names = [f"store-{i}" for i in range(self.shape.members)]
-        ports = free_ports(2 * len(names))
+        ports = list(free_ports(2 * len(names)))
         clients = {name: self._place(name, 2379, ports.pop()) for name in names}
         peers = {name: self._place(name, 2380, ports.pop()) for name in names}
         whole = ",".join(f"{name}=http://{peer}" for name, peer in peers.items())
@@ -545,12 +545,3 @@ class ChaosCluster:
         for _ in range(3):  # a supervisor may have been about to start its child
             if not self.kill_all():
                 break
-
-
-def free_ports(count: int) -> list[int]:
-    """Free ports of loopback."""
-    with contextlib.ExitStack() as held:
-        probes = [held.enter_context(socket.socket()) for _ in range(count)]
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [int(probe.getsockname()[1]) for probe in probes]

@@ -16,6 +16,7 @@ import yaml
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from gcore.system.clock import SystemClock
+from gcore.system.network import free_ports
 
 CLOCK = SystemClock()
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -33,9 +34,7 @@ class Service:
         self._line = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._line.bind(str(folder / "notify"))
         self._line.setblocking(False)
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = int(probe.getsockname()[1])
+        (self.port,) = free_ports(1)
         self.config: dict[str, Any] = {
             "node": "node-a",
             "home": "home",

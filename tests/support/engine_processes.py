@@ -16,11 +16,12 @@ from warm_programs import ENGINES
 
 from gcore.engines.environments import SGLANG, VLLM, EngineEnvironment
 from gcore.engines.launch import SglangLaunch
-from gcore.engines.sglang.adapter import SglangServer, free_port, make_scratch
+from gcore.engines.sglang.adapter import SglangServer, make_scratch
 from gcore.engines.sglang.command import check_engine_args, prepare_head_bias, server_command, server_environment
 from gcore.engines.vllm.command import program
 from gcore.errors import EngineError, UsageError
 from gcore.system.clock import Clock, SystemClock
+from gcore.system.network import free_ports
 from gcore.system.process import thread_environment
 
 STOP_S = 20
@@ -91,7 +92,7 @@ class SglangProcess:
 
     def __init__(self, model: Path, **options: Any) -> None:
         launch = SglangLaunch(python=str(require_python(SGLANG)), model=str(model), **options)
-        port = launch.port or free_port(launch.host)
+        port = launch.port or free_ports(1, launch.host)[0]
         check_engine_args(launch.engine_args)
         scratch = make_scratch()
         env = server_environment(launch, {**os.environ, **ENVIRONMENT}, scratch)

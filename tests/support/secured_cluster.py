@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator, Mapping
@@ -28,19 +27,11 @@ from gcore.store.client import EtcdStore
 from gcore.store.connection import StoreTls
 from gcore.store.etcd import EtcdBinary, find_etcd
 from gcore.system.clock import SystemClock
+from gcore.system.network import free_ports
 from gcore.system.process import ProcessId, is_running, spawn_detached, terminate_process
 
 CLOCK = SystemClock()
 READY_S = 60.0
-
-
-def free_ports(count: int) -> list[int]:
-    """Free ports."""
-    with contextlib.ExitStack() as held:
-        probes = [held.enter_context(socket.socket()) for _ in range(count)]
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [int(probe.getsockname()[1]) for probe in probes]
 
 
 @dataclass

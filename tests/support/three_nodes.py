@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import signal
-import socket
 import sys
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
@@ -18,23 +17,11 @@ from gcore.config.node import NodeConfig
 from gcore.store.etcd import EtcdBinary, find_etcd
 from gcore.store.reference import StoreRef
 from gcore.system.clock import SystemClock
-from gcore.system.network import join_host_port
+from gcore.system.network import free_ports, join_host_port
 from gcore.system.process import ProcessId, send_signal, spawn_detached, terminate_process, wait_process_ended
 
 CLOCK = SystemClock()
 READY_S = 120.0
-
-
-def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
-    """Nobody listens there now."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    probes = [socket.socket(family) for _ in range(count)]
-    for probe in probes:
-        probe.bind((host, 0))
-    ports = [int(probe.getsockname()[1]) for probe in probes]
-    for probe in probes:
-        probe.close()
-    return ports
 
 
 def start_etcd(folder: Path, members: int = 3, host: str = "127.0.0.1") -> tuple[list[str], list[ProcessId]]:

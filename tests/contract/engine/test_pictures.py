@@ -19,7 +19,7 @@ from engine_processes import HF, TORCH, SglangProcess, engine_process
 from picture_requests import expanded, short, store_picture, text_of
 from PIL import Image
 from safetensors.torch import load_file, save_file
-from trainer_process import Trainer, free_port, joined, updated
+from trainer_process import Trainer, joined, updated
 from transformers import AutoModelForImageTextToText
 
 from gcore.errors import EngineError
@@ -27,6 +27,7 @@ from gcore.media.protocol import blob_path
 from gcore.models.vision import PictureProcessor, PositionCounter, media_token_ids, picture_arguments
 from gcore.rollout.api import ProgressCallback, RequestPictures, SamplingParams
 from gcore.rollout.client import EngineClient
+from gcore.system.network import free_ports
 from gcore.testing.vision_models import (
     IMAGE,
     VISION_END,
@@ -347,7 +348,7 @@ async def test_new_weights_reach_the_tower_and_the_language_model(
     if way == "folder":
         await post(changing, "/update_weights_from_disk", model_path=str(second), weight_version="0.1")
     else:
-        trainer = Trainer(second, free_port(), "weights")
+        trainer = Trainer(second, free_ports(1)[0], "weights")
         try:
             async with joined(changing, trainer):
                 await post(changing, "/begin_weight_update")

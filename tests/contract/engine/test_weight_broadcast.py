@@ -21,7 +21,9 @@ from engine_contract import (
     span_error,
     spans,
 )
-from trainer_process import Trainer, free_port, joined, updated
+from trainer_process import Trainer, joined, updated
+
+from gcore.system.network import free_ports
 
 SECOND = "0.1"
 
@@ -31,7 +33,7 @@ def trainers(serving: Serving) -> Iterator[Callable[..., Trainer]]:
     started: list[Trainer] = []
 
     def start(group: str, folder: Path | None = None) -> Trainer:
-        started.append(Trainer(folder or serving.weights[1], free_port(), group))
+        started.append(Trainer(folder or serving.weights[1], free_ports(1)[0], group))
         return started[-1]
 
     yield start

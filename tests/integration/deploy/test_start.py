@@ -20,20 +20,11 @@ import yaml
 
 from gcore.api.authority import CertificateRequest, issue_certificate_into, make_authority
 from gcore.store.etcd import LocalEtcd
+from gcore.system.network import free_ports
 
 DEPLOY = Path(__file__).parents[3] / "deploy"
 WAIT_S = 60.0
 pytestmark = pytest.mark.timeout(180)
-
-
-def free_ports(count: int) -> list[int]:
-    probes = [socket.socket() for _ in range(count)]
-    for probe in probes:
-        probe.bind(("127.0.0.1", 0))
-    ports = [int(probe.getsockname()[1]) for probe in probes]
-    for probe in probes:
-        probe.close()
-    return ports
 
 
 def command_in(folder: Path, name: str, module: str) -> None:

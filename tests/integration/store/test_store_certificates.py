@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import socket
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -21,16 +20,11 @@ from gcore.api.authority import (
 from gcore.store.etcd import EtcdBinary, find_etcd
 from gcore.store.reference import StoreRef, TlsFiles, store_certificate_expiries, tls_endpoints
 from gcore.system.clock import SystemClock
+from gcore.system.network import free_ports
 from gcore.system.process import spawn_detached, terminate_process
 
 NOW = datetime.now(UTC)
 CLOCK = SystemClock()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.fixture
@@ -43,7 +37,7 @@ async def member(tmp_path: Path) -> AsyncIterator[StoreRef]:
     issue_certificate_into(tmp_path / "node", tmp_path / "ca", CertificateRequest("node", "n", ("127.0.0.1",)), NOW)
     binary = find_etcd()
     assert isinstance(binary, EtcdBinary)
-    client, peer, own = (f"{scheme}://127.0.0.1:{free_port()}" for scheme in ("https", "http", "http"))
+    client, peer, own = (f"{scheme}://127.0.0.1:{free_ports(1)[0]}" for scheme in ("https", "http", "http"))
     files = {"cert": "cert.pem", "key": "key.pem", "trusted-ca": "ca.pem"}
     process = spawn_detached(
         [
@@ -56,7 +50,7 @@ async def member(tmp_path: Path) -> AsyncIterator[StoreRef]:
         log_file=tmp_path / "log",
     )
     tls = TlsFiles(**{name: str(tmp_path / "node" / f"{name}.pem") for name in ("ca", "cert", "key")})
-    store = StoreRef(endpoints=(client, f"https://127.0.0.1:{free_port()}"), tls=tls)
+    store = StoreRef(endpoints=(client, f"https://127.0.0.1:{free_ports(1)[0]}"), tls=tls)
     # Over its plain port: a client that is closed while it connects would be an error in etcd's log.
     async with httpx.AsyncClient() as client:
         for _ in range(120):

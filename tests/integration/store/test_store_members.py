@@ -2,7 +2,6 @@
 
 import asyncio
 import signal
-import socket
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from gcore.store.client import EtcdStore
 from gcore.store.etcd import EtcdBinary, find_etcd
 from gcore.store.types import Compare, Put
 from gcore.system.clock import SystemClock
+from gcore.system.network import free_ports
 from gcore.system.process import ProcessId, send_signal, spawn_detached, terminate_process
 
 CLOCK = SystemClock()
@@ -27,16 +27,6 @@ class Member:
 
     endpoint: str
     process: ProcessId
-
-
-def free_ports(count: int) -> list[int]:
-    probes = [socket.socket() for _ in range(count)]
-    for probe in probes:
-        probe.bind(("127.0.0.1", 0))
-    ports = [int(probe.getsockname()[1]) for probe in probes]
-    for probe in probes:
-        probe.close()
-    return ports
 
 
 @pytest.fixture

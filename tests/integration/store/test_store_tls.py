@@ -1,6 +1,5 @@
 """The etcd client with certificates and users: accepted and refused credentials, and an expired token."""
 
-import socket
 import subprocess
 from collections.abc import AsyncIterator
 from contextlib import aclosing
@@ -17,15 +16,10 @@ from gcore.store.connection import StoreRefused, StoreTls, StoreUser
 from gcore.store.etcd import EtcdBinary, LocalEtcd, find_etcd
 from gcore.store.types import Put
 from gcore.system.clock import SystemClock
+from gcore.system.network import free_ports
 from gcore.system.process import spawn_detached, terminate_process
 
 CLOCK = SystemClock()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 # --- certificates
@@ -78,7 +72,11 @@ async def secure_endpoint(ours: Authority, tmp_path: Path) -> AsyncIterator[str]
     """An etcd that shows a certificate and asks for one."""
     binary = find_etcd()
     assert isinstance(binary, EtcdBinary)
-    tls, client, peer = ours.issue("server"), f"https://127.0.0.1:{free_port()}", f"http://127.0.0.1:{free_port()}"
+    tls, client, peer = (
+        ours.issue("server"),
+        f"https://127.0.0.1:{free_ports(1)[0]}",
+        f"http://127.0.0.1:{free_ports(1)[0]}",
+    )
     process = spawn_detached(
         [
             str(binary.path),
@@ -109,7 +107,7 @@ async def test_behind_a_dead_first_endpoint_certificates_are_checked_by_name(
     secure_endpoint: str, ours: Authority
 ) -> None:
     _, _, port = secure_endpoint.rpartition(":")
-    endpoints = [f"https://127.0.0.1:{free_port()}", f"https://localhost:{port}"]
+    endpoints = [f"https://127.0.0.1:{free_ports(1)[0]}", f"https://localhost:{port}"]
     store = await EtcdStore.connect(endpoints, clock=CLOCK, tls=ours.issue("client"), timeout_s=60.0)
     assert (await store.transact([], [Put("k", b"1")])).won
     await store.close()

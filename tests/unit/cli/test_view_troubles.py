@@ -14,7 +14,6 @@ from unittest.mock import AsyncMock
 
 import pytest
 from rich.console import Console
-from three_nodes import free_ports
 
 from controllers.api.jobs import JobsService
 from controllers.cli.view.event_file import FILE_NAME, EventFile
@@ -24,6 +23,7 @@ from controllers.daemon.keeper import ProcessKeeper
 from gcore.config.local_cluster import EtcdProcess, LocalClusterState
 from gcore.errors import StoreUnavailable
 from gcore.observability.events import JobEvent
+from gcore.system.network import free_ports
 from gcore.testing import FakeClock, MemoryCluster, MemoryStore
 
 AWAY = "the store cannot be reached, tried for 5.0 s"

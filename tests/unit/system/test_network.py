@@ -10,9 +10,12 @@ import grpc
 import pytest
 
 from gcore.api.tls import Connector
+from gcore.errors import CannotListen
 from gcore.store.connection import EtcdEndpoint, _made
+from gcore.system import network
 from gcore.system.network import (
     bypass_proxies,
+    free_ports,
     http_client,
     join_host_port,
     listen,
@@ -89,3 +92,31 @@ def test_bodies_of_responses_do_not_wait_for_acknowledgements_of_their_heads() -
 @pytest.mark.parametrize("host", ["10.0.0.7", "fd00::1", "gpu-7.cluster"])
 def test_an_address_is_split_as_it_was_joined(host: str) -> None:
     assert split_host_port(join_host_port(host, 7)) == (host, 7)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_free_ports_are_below_those_of_outgoing_connections_and_never_the_same(host: str) -> None:
+    with socket.socket() as outgoing, listen("127.0.0.1") as server:
+        outgoing.connect(server.getsockname())
+        first = outgoing.getsockname()[1]
+    ports = [*free_ports(40, host), *free_ports(40, host)]
+    assert len(set(ports)) == 80
+    assert all(network.LOWEST_PORT <= port < min(first, 32_768) for port in ports)
+    for port in ports:
+        listen(host, port).close()
+
+
+def test_a_port_in_use_and_the_port_before_it_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken, free = free_ports(1, adjacent=2)[0] + 1, free_ports(1, adjacent=2)[0]
+    drawn = iter([taken, taken - 1, free])
+    monkeypatch.setattr(network, "_given", set())
+    monkeypatch.setattr(network.secrets, "randbelow", lambda _: next(drawn) - network.LOWEST_PORT)
+    with listen("127.0.0.1", taken):
+        assert free_ports(1, adjacent=2) == (free,)
+
+
+def test_no_free_port_is_an_error_and_no_endless_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    (port,) = free_ports(1)
+    monkeypatch.setattr(network.secrets, "randbelow", lambda _: port - network.LOWEST_PORT)
+    with pytest.raises(CannotListen, match="no 1 free ports were found"):
+        free_ports(1)
