@@ -42,7 +42,7 @@ TOOLS := $(BIN)/python tests/support/system_tools.py
 SUBJECTS = $(sort $(foreach file,$(wildcard $(addsuffix /test_*.py,tests/unit/* tests/unit/*/* tests/contract/*)),$(word 3,$(subst /, ,$(file)))))
 NOT_ELSEWHERE := not gpu and not sglang and not vllm and not hf and not trackers and not deploy and not notebook and not chaos and not large and not documents
 
-.PHONY: docs chaos compiled tools notebook-setup test-notebook test-docs test-deploy test-upgrade test-large help setup sglang-setup vllm-setup demo demo-kill demo-sglang demo-vllm demo-vision demo-vision-kill prepare prepare-counting prepare-counting-judge prepare-judge test test-hf test-sglang test-vllm test-trackers test-gpu gpu-wheels fuzz sim sim-long mutations lint proto clean bench-check bench-page release-check simulate-setup trl-setup verl-setup
+.PHONY: docs chaos compiled tools notebook-setup test-notebook test-docs test-deploy test-upgrade test-large help setup sglang-setup vllm-setup demo demo-kill demo-sglang demo-vllm demo-vision demo-vision-kill demo-pictures demo-pictures-kill prepare prepare-counting prepare-counting-judge prepare-judge prepare-pictures prepare-pictures-ddim prepare-pictures-judge test test-hf test-sglang test-vllm test-trackers test-gpu gpu-wheels fuzz sim sim-long mutations lint proto clean bench-check bench-page release-check simulate-setup trl-setup verl-setup
 
 help: ## What there is to make
 	@grep -hE '^[a-z%-]+:.*## ' $(MAKEFILE_LIST) | awk 'BEGIN {FS = ":.*## "} {sub("test-%", "test-SUBJECT", $$1); sub("%", "NAME", $$1); printf "  make %-14s %s\n", $$1, $$2}'
@@ -114,6 +114,21 @@ demo-vision: prepare-counting ## Train a small vision-language model on pictures
 
 demo-vision-kill: prepare-counting ## The same, and kill -9 of a controller in the middle
 	@$(BIN)/python examples/demo.py examples/counting/grpo.yaml --kill node-1
+
+prepare-pictures: setup ## The example of generated pictures: prompts and a warm-started pipeline (cached)
+	@$(BIN)/gcore prepare pictures --to .cache/examples/pictures
+
+prepare-pictures-ddim: setup ## The same with a DDIM scheduler (cached)
+	@$(BIN)/gcore prepare pictures-ddim --to .cache/examples/pictures-ddim
+
+prepare-pictures-judge: prepare-pictures ## The judge of generated pictures (cached)
+	@$(BIN)/gcore prepare pictures-judge --to .cache/examples/pictures-judge
+
+demo-pictures: prepare-pictures ## Train a small flow-matching model that generates pictures
+	@$(BIN)/python examples/demo.py examples/pictures/flow_grpo.yaml
+
+demo-pictures-kill: prepare-pictures ## The same, and kill -9 of a controller in the middle
+	@$(BIN)/python examples/demo.py examples/pictures/flow_grpo.yaml --kill node-1
 
 demo-vllm: prepare vllm-setup ## The demo with vLLM as its engine, on the CPU
 	@$(VLLM_ENV) $(BIN)/gcore run examples/arithmetic/grpo.yaml --new --controllers 2 --slots cpu:2 --set rollout.engine=vllm

@@ -115,10 +115,13 @@ COMMANDS = {
     "mutations": "make mutations",
     "placement_decisions": f"{RUN} placement-decisions",
     "placement_live": f"{RUN} placement-live",
+    "placement_pictures": f"{RUN} placement-pictures",
     "placement_pairs": f"{RUN} placement-pairs",
+    "placement_pictures_simulated": f"{RUN} placement --only pictures/judge-slow --seeds 5 --out benchmarks/results/placement_pictures_simulated.json",
     "placement_unseen": f"{RUN} placement --first 110 --seeds 14 --out benchmarks/results/placement_unseen.json",
     "placement_within": f"{RUN} placement-within",
     "sim": "make sim SEEDS=20000",
+    "sim_generated": f"{RUN} sim --generated --seeds 2000 --out benchmarks/results/sim_generated.json",
     "sim_pictures": f"{RUN} sim --pictures --seeds 5000 --out benchmarks/results/sim_pictures.json",
 }
 """What measures a result, where that is not `run RESULT`."""
@@ -321,9 +324,19 @@ BOUNDS = (
         for _, figure, quantile, goal in REGRET_GOALS
         for result, limit in (("placement", goal), ("placement_unseen", None))
     ),
+    Bounds(
+        "placement_pictures_simulated",
+        lambda result: {
+            "dynamic: a run, through the best static split": 1
+            + result["overall"]["dynamic"]["behind_static"]["p50"] / 100
+        },
+        "less",
+        SIMULATED,
+    ),
     Bounds("placement_within", _within, "less", SIMULATED),
     Bounds("placement_decisions", _decisions, "less", MEDIANS),
     Bounds("placement_live", _live, "less", MEDIANS),
+    Bounds("placement_pictures", _live, "less", MEDIANS),
     Bounds("placement_pairs", {"the best fixed plan, through dynamic": "ratio"}, "more", goal="goal_ratio"),
     *(
         Bounds(
@@ -332,7 +345,7 @@ BOUNDS = (
             "less",
             EXACT,
         )
-        for name in ("sim", "sim_pictures")
+        for name in ("sim", "sim_pictures", "sim_generated")
     ),
     Bounds(
         "mutations",

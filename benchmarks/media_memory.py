@@ -1,12 +1,15 @@
 """Memory by process of jobs with pictures: gcore's, and beside it verl's batch type through Ray on the same bytes.
 
 Payloads are random bytes: 3 MB a group and 2 MB a sample with 64 groups of 8 samples, the same with a ninth of the bytes, and 16 MB a sample
-with 8 groups of 8.
+with 8 groups of 8. Three more payloads are samples of policies that generate pictures, of which only gcore is measured.
 
 **gcore**: real daemons, etcd, blob stores and train rank processes; engines and ranks are emulated. The bytes of a group are pictures of its
 prompt; those of a sample are a blob that the emulated engine puts into its node's store (`response_blob_bytes`). The same job runs with as
 many tokens of text in place of the pictures, and without blobs. Largest messages are measured in all daemons, engines and ranks, by wrapping
 gRPC and the HTTP client.
+
+Of generated pictures, the emulated engine makes the states of the trained steps, the picture and the embeddings, in the shapes of a pipeline like
+SD3.5; the same job runs with pictures of an eighth of the side.
 
 **verl** (`make verl-setup`): its data path through Ray with workers that compute nothing (`media_verl.py`), in the order of its v0 trainer
 (`DataProto`), and as "verl v1" in that of its v1 trainer, the default since 0.9 (TransferQueue).
@@ -29,7 +32,7 @@ import tempfile
 import threading
 import urllib.request
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -42,6 +45,7 @@ from PIL import Image
 from benchmarks.harness import GCORE, LOG_TAIL, MB, ROOT, Benchmark, Result, own_home, write_spec
 from gcore.engines.emulated.launch import LAW_FILE
 from gcore.media.placeholders import PictureRule
+from gcore.testing.pipelines import write_pipeline
 from gcore.testing.vision_models import make_tiny_vision_model
 
 VERL = ROOT / ".venv-verl" / "bin" / "python"
@@ -49,6 +53,10 @@ LIMIT_BYTES = 8 << 30
 MARK = "GCORE_BENCHMARK_RUN"
 """Environment variable that all processes of a measured system inherit."""
 SIZES_FOLDER = "GCORE_BENCHMARK_SIZES"
+PICTURE_SHARE_MB = 1.3
+"""More than the picture and the share of the embeddings of a generated sample: 0.8 MB, and 5 MB a group of 16."""
+MOST_MORE_MB = 32.0
+"""More than the message buffers of a controller, and far less than the pictures of one group (60 MB)."""
 SAMPLE_S = 0.05
 SCAN_S = 0.5
 """Seconds between two searches for new processes, and between two readings of the stores' counters."""
@@ -66,7 +74,19 @@ LAW = {
     "publish_s": 0.05,
     "sleep_s": 0.05,
     "wake_s": 0.05,
+    "denoise_s": 0.01,
+    "denoise_per_token_s": 0.0,
+    "picture_s": 0.0,
 }
+
+RULE = """
+from PIL import Image
+
+def height(response, fields):
+    with Image.open(response.picture) as picture:
+        return picture.height / 512 + hash(picture.getpixel((0, 0))) % 2
+"""
+"""A reward that opens the picture, and differs within a group."""
 
 MESSAGE_SIZES = f"""
 import os, sys
@@ -158,6 +178,44 @@ PAYLOADS = {
 }
 """The first has as many blobs as the second, with a ninth of the bytes each. In the last a prompt has a picture of 12 kB, because
 only jobs with pictures have blob stores."""
+
+
+@dataclass(frozen=True)
+class Generated:
+    """A policy that generates pictures: groups of a step, samples of a group, what the states of a sample are, and the spec's flow and
+    sampling."""
+
+    groups: int
+    samples: int
+    states: int
+    what: str
+    flow: str
+    diffusion: Mapping[str, Any]
+    side: int = 512
+    """Height and width in pixels."""
+
+    @property
+    def name(self) -> str:
+        """As tables show it."""
+        return f"{self.groups} x {self.samples}: generated pictures, {self.what}"
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the states of a sample."""
+        return self.states * 4 * LATENT_CHANNELS * (self.side // LATENT_SCALE) ** 2
+
+
+LATENT_CHANNELS, LATENT_SCALE = 16, 8
+"""Channels of a latent, and pixels a side for each of its places, as SD3.5 has them."""
+SMALL = 8
+"""How many times the side of the pictures with which a job of generated pictures is compared."""
+
+GENERATED = {
+    "generated-all": Generated(64, 16, 11, "11 states", "flow_grpo", {"steps": 11}),
+    "generated-window": Generated(64, 16, 5, "a window of 4 steps", "flow_grpo", {"steps": 11, "window": {"size": 4}}),
+    "generated-last": Generated(64, 16, 1, "the finished state", "diffusion_nft", {"steps": 11}),
+}
+"""Ten of eleven steps can be trained."""
 
 
 @dataclass
@@ -429,6 +487,47 @@ def job_spec(folder: Path, payload: Payload, model: Path, steps: int, *, picture
     }
 
 
+def make_pipeline(folder: Path) -> Path:
+    """A pipeline of which only the settings are used."""
+    write_pipeline(folder, "sd3", whole=True)
+    side = {"sample_size": GENERATED["generated-all"].side // LATENT_SCALE, "pos_embed_max_size": 192}
+    for part, settings in (
+        ("transformer", side | {"in_channels": LATENT_CHANNELS, "joint_attention_dim": 4096}),
+        ("vae", {"latent_channels": LATENT_CHANNELS, "block_out_channels": [8] * (LATENT_SCALE.bit_length())}),
+    ):
+        file = folder / part / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | settings))
+    return folder
+
+
+def generated_spec(folder: Path, payload: Generated, steps: int, *, large: bool) -> dict[str, Any]:
+    """The job that generates pictures, or small ones in their place."""
+    make_pipeline(folder / "pipeline")
+    (folder / "train.jsonl").write_text(
+        "".join(json.dumps({"prompt": f"picture {number}"}) + "\n" for number in range(payload.groups * steps))
+    )
+    (folder / "rule.py").write_text(RULE)
+    side = payload.side // (1 if large else SMALL)
+    return {
+        "name": "media-memory",
+        "model": {"path": str(folder / "pipeline")},
+        "data": {"path": str(folder / "train.jsonl"), "shards": 8},
+        "flow": {
+            "name": payload.flow,
+            "steps": steps,
+            "groups_per_step": payload.groups,
+            "samples_per_prompt": payload.samples,
+        },
+        "rollout": {
+            "engine": "diffusers",
+            "batch_slots": 16,
+            "diffusion": {**payload.diffusion, "height": side, "width": side},
+        },
+        "reward": {"file": f"{folder / 'rule.py'}:height"},
+        "checkpoint": {"every": 1000},
+    }
+
+
 def measure_gcore(spec: Mapping[str, Any], controllers: int, limit_s: float, sample_bytes: int = 0) -> Result:
     """Run a job on a cluster of its own. `sample_bytes`: of the blob with each response.
 
@@ -556,13 +655,20 @@ def measure(arguments: argparse.Namespace, result: Result) -> Result:
     """Every payload, number of nodes and system."""
     cases: list[Result] = []
 
-    def add(system: str, payload: Payload, nodes: int, figures: Result, *, pictures: bool) -> None:
+    def add(system: str, payload: Payload | Generated, nodes: int, figures: Result, *, pictures: bool) -> None:
         case = {"system": system, "payload": payload.name, "nodes": nodes, "pictures": pictures}
         when = {"steps": arguments.steps, "date": result["date"], "commit": result["commit"]}
         cases.append(case | when | figures)
         print(json.dumps(cases[-1]), flush=True)
 
-    for name in arguments.payloads:
+    for name in (name for name in arguments.payloads if name in GENERATED and "gcore" in arguments.systems):
+        drawn = GENERATED[name]
+        for nodes in arguments.nodes:
+            for large in (True, False):
+                with tempfile.TemporaryDirectory() as temporary:
+                    spec = generated_spec(Path(temporary), drawn, arguments.steps, large=large)
+                    add("gcore", drawn, nodes, measure_gcore(spec, nodes, arguments.limit), pictures=large)
+    for name in (name for name in arguments.payloads if name in PAYLOADS):
         payload = PAYLOADS[name]
         with tempfile.TemporaryDirectory() as temporary:
             folder = Path(temporary)
@@ -592,7 +698,8 @@ def merge_cases(earlier: Sequence[Result], cases: Sequence[Result]) -> list[Resu
     """Return `cases` and those of an earlier result that are not among them, in the order of tables."""
 
     def key(case: Result) -> tuple[int, str, int, bool]:
-        payload = next(number for number, one in enumerate(PAYLOADS.values()) if one.name == case["payload"])
+        names = [one.name for one in PAYLOADS.values()] + [one.name for one in GENERATED.values()]
+        payload = names.index(case["payload"])
         return payload, case["system"], case["nodes"], not case["pictures"]
 
     found = {key(case): case for case in (*earlier, *cases)}
@@ -624,12 +731,30 @@ def wrong(result: Result) -> str:
         for fewer, more in pairwise(sorted(by_nodes)):
             if by_nodes[more] >= by_nodes[fewer]:
                 found.append(f"{payload}: the busiest store of {more} nodes holds as many bytes as that of {fewer}")
-    return "; ".join(found)
+    return "; ".join([*found, *_wrong_of_generated(result)])
+
+
+def _wrong_of_generated(result: Result) -> Iterator[str]:
+    """Faults in a result of generated pictures: stores with other bytes than computed, or a controller that grows with the pictures."""
+    drawn = {one.name: one for one in GENERATED.values()}
+    cases = {(case["payload"], case["nodes"], case["pictures"]): case for case in result["cases"]}
+    for (name, nodes, large), case in cases.items():
+        if name not in drawn or not large or case["out_of_memory"]:
+            continue
+        made = sum(one["made"] for one in case["stores_mb"].values())
+        states = drawn[name].state_bytes * drawn[name].groups * drawn[name].samples * case["steps"] / MB
+        if not states < made < states + PICTURE_SHARE_MB * drawn[name].groups * drawn[name].samples * case["steps"]:
+            yield f"{name}, {nodes} nodes: {made:,.0f} MB were made, and the states have {states:,.0f} MB"
+        small = cases.get((name, nodes, False))
+        if small is not None:
+            more = case["kinds"]["controller"]["anonymous_mb"] - small["kinds"]["controller"]["anonymous_mb"]
+            if more > MOST_MORE_MB:
+                yield f"{name}, {nodes} nodes: the largest controller has {more:.0f} MB more than with small pictures"
 
 
 def options(parser: argparse.ArgumentParser) -> None:
     """The benchmark's own."""
-    parser.add_argument("--payloads", nargs="+", choices=PAYLOADS, default=list(PAYLOADS))
+    parser.add_argument("--payloads", nargs="+", choices=[*PAYLOADS, *GENERATED], default=[*PAYLOADS, *GENERATED])
     parser.add_argument("--systems", nargs="+", choices=("gcore", *VERL_TRAINERS), default=["gcore", *VERL_TRAINERS])
     parser.add_argument("--nodes", nargs="+", type=int, default=[2, 4], help="controllers of gcore, workers of verl")
     parser.add_argument("--steps", type=int, default=3)

@@ -13,6 +13,12 @@ slot, awake at once: two that compute on one slot share its pace and lose `share
 Of policies that move slots each move's prediction is compared with what came, and so is what they expected of each step before which they moved
 nothing (in real seconds); every node's books are added up.
 
+**Pictures** (`placement-pictures`): the same with a policy that generates pictures and a judge that sees them: 2 controllers, 16 slots. All
+pictures have equally many denoising steps. First generation is dearer than judging; from the middle on the judge's decode steps take
+several times as long, so that judging is dearer. To put an engine to sleep and to wake another one takes 2 s. A slot's memory holds an engine and
+one that sleeps, and not those of both models beside a rank, so pools are apart. Each picture has states, embeddings and a
+PNG file in blob stores.
+
 **Pairs** (`placement-pairs`): `dynamic` beside the best fixed plan there is, on two real cores: the judge example, real engines and ranks. With
 two slots and three pools every plan shares slots; fixed plans differ in how many ranks train and how many slots judge. The one that takes
 the least time is what `dynamic` is compared with. Of each run the seconds from the first step's commit to the last one's. The goal:
@@ -26,7 +32,9 @@ import json
 import os
 import statistics
 import tempfile
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,13 +53,13 @@ from gcore.engines.emulated.launch import LAW_FILE
 from gcore.ledger.records.job import HoldPeriod, Move
 from gcore.ledger.records.slot_accounting import AccountLine
 from gcore.testing.models import make_tiny_model
+from gcore.testing.pipelines import write_pipeline
+from gcore.testing.vision_models import make_tiny_vision_model
 
-NODES, SLOTS = 4, 32
 STEPS = 24
 GROWN = 2.0
 """How many times as long the median response is at the end."""
-GROUPS, SAMPLES, LONGEST, ROWS = 64, 4, 400, 4
-"""A group a step of each shard: every controller has as many."""
+LONGEST, ROWS = 400, 4
 LAW: dict[str, Any] = {
     "speedup": 1.5,
     "load_s": 0.5,
@@ -75,16 +83,105 @@ LAW: dict[str, Any] = {
     "event_noise": 0.02,
 }
 """No accelerator's numbers. Sharing costs half of the pace again, so that to have everything everywhere is not free of charge."""
+PICTURE_LAW: dict[str, Any] = LAW | {
+    "memory_gib": 2.2,
+    "denoise_s": 0.05,
+    "denoise_per_token_s": 0.005,
+    "picture_s": 0.02,
+    "train_tokens_per_s": 20_000.0,
+    "judge_response_tokens": 32,
+    "judge_slow": 10.0,
+    "sleep_s": 0.8,
+    "wake_s": 1.2,
+}
+"""Pipeline and judge are large, so sleep and wake take long. A slot has room for two processes and no third."""
 WARM = 1
 """Steps that are not counted: everything is published, imported and connected for the first time."""
-FIXED = ("static:20:8:4", "static:16:12:4", "static:12:16:4")
 COLOCATED = "colocated"
 MOVING = ("dynamic",)
 
 
-def law_of(steps: int, speedup: float) -> dict[str, Any]:
-    """The law of a run of so many steps."""
-    return LAW | {"speedup": speedup, "response_growth": GROWN ** (1 / steps), "judge_slow_at": slow_at(steps)}
+@dataclass(frozen=True)
+class Scene:
+    """A cluster and its job. `groups`: of a step, a whole number for each shard and each controller. `fixed`: the static splits, from
+    the first of which policies that move slots begin."""
+
+    what: str
+    name: str
+    nodes: int
+    slots: int
+    groups: int
+    samples: int
+    law: Mapping[str, Any]
+    fixed: tuple[str, ...]
+    sections: Mapping[str, Any]
+    """Of the spec."""
+    judge: Mapping[str, Any]
+    policies: tuple[str, ...]
+    """Beside the static splits."""
+    write: Callable[[Path], None]
+    """Writes the models and the prompts into a folder."""
+    steps: int = STEPS
+    speedup: float = LAW["speedup"]
+
+    def law_of(self, steps: int, speedup: float) -> dict[str, Any]:
+        """The law of a run of so many steps."""
+        grown = {"response_growth": GROWN ** (1 / steps)} if "diffusion" not in self.sections["rollout"] else {}
+        return {**self.law, "speedup": speedup, **grown, "judge_slow_at": slow_at(steps)}
+
+
+def write_texts(folder: Path) -> None:
+    """A tiny model, and sums."""
+    make_tiny_model(folder / "model", seed=1)
+    write_sums(folder / "train.jsonl", range(100, 200), range(80))
+
+
+def write_pictures(folder: Path) -> None:
+    """A tiny pipeline, a tiny judge that sees, and prompts. Prompts differ in the words that the pipeline knows and in others."""
+    write_pipeline(folder / "pipeline")
+    make_tiny_vision_model(folder / "seer")
+    colours, forms = ("red", "green", "blue"), ("square", "circle")
+    prompts = (f"a {colour} {form} {number}" for number in range(600) for colour in colours for form in forms)
+    (folder / "train.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+
+
+TEXTS = Scene(
+    what="Placement policies live on emulated slots: 4 controllers, 32 slots, responses that get longer and a judge that becomes slow.",
+    name="placement",
+    nodes=4,
+    slots=32,
+    groups=64,
+    samples=4,
+    law=LAW,
+    fixed=("static:20:8:4", "static:16:12:4", "static:12:16:4"),
+    sections={"model": {"path": "model"}, "rollout": {"max_new_tokens": LONGEST, "batch_slots": ROWS}},
+    judge={"model": {"path": "model"}, "template": "{{ prompt }}{{ response }}"},
+    policies=(COLOCATED, *MOVING),
+    write=write_texts,
+)
+PICTURES = Scene(
+    what="Placement policies live on emulated slots: 2 controllers, 16 slots, a policy that generates pictures, and a judge that sees them and becomes "
+    "slow.",
+    name="placement-pictures",
+    nodes=2,
+    slots=16,
+    groups=32,
+    samples=2,
+    law=PICTURE_LAW,
+    fixed=("static:8:6:2", "static:6:8:2", "static:4:10:2"),
+    sections={
+        "model": {"path": "pipeline"},
+        "rollout": {
+            "batch_slots": 2,
+            "diffusion": {"steps": 10, "window": {"size": 4, "strategy": "progressive"}},
+        },
+    },
+    judge={"model": {"path": "seer"}, "images": True, "template": "{{ prompt }} {{ response }}"},
+    policies=MOVING,
+    write=write_pictures,
+    steps=16,
+    speedup=4.0,
+)
 
 
 def slow_at(steps: int) -> int:
@@ -98,49 +195,48 @@ class Choice:
 
     name: str
 
-    @property
-    def placement(self) -> dict[str, Any]:
+    def placement(self, scene: Scene) -> dict[str, Any]:
         """The section of the spec."""
         if self.name == COLOCATED:
             return {"policy": COLOCATED}
         policy, *split = self.name.split(":")
-        _, reward, train = map(int, split or FIXED[0].split(":")[1:])
+        _, reward, train = map(int, split or scene.fixed[0].split(":")[1:])
         return {"policy": policy, "train": train, "reward": reward}
 
 
-def write_job(folder: Path, choice: Choice, steps: int) -> Path:
+def write_job(folder: Path, scene: Scene, choice: Choice, steps: int) -> Path:
     """A spec for a policy. All have one name, from which the responses follow."""
+    drawn = "diffusion" in scene.sections["rollout"]
     job = {
-        "name": "placement",
-        "model": {"path": "model"},
-        "data": {"path": "train.jsonl", "shards": 16 * NODES},
-        "flow": {"steps": steps, "groups_per_step": GROUPS, "samples_per_prompt": SAMPLES},
-        "rollout": {"max_new_tokens": LONGEST, "batch_slots": ROWS},
+        "name": scene.name,
+        **scene.sections,
+        "data": {"path": "train.jsonl", "shards": 16 * scene.nodes},
+        "flow": {"steps": steps, "groups_per_step": scene.groups, "samples_per_prompt": scene.samples}
+        | ({"name": "mix_grpo"} if drawn else {}),
         "judges": [
             {
                 "name": "tutor",
-                "model": {"path": "model"},
-                "template": "{{ prompt }}{{ response }}",
+                **scene.judge,
                 "max_new_tokens": 100,
                 "serving": {"batch_slots": ROWS},
                 "verdict": {"parser": "words", "words": {"y": 1, "n": 0}},
             }
         ],
         "reward": {"judge": "tutor"},
-        "placement": choice.placement,
+        "placement": choice.placement(scene),
         "checkpoint": {"every": 1000},
     }
     if not choice.name.startswith("static"):
-        job["train"] = {"ranks": NODES}
+        job["train"] = {"ranks": int(scene.fixed[0].split(":")[3])}
     return write_spec(folder / f"{choice.name.replace(':', '-')}.yaml", job)
 
 
-def live_run(folder: Path, choice: Choice, steps: int, speedup: float, limit_s: float) -> dict[str, Any]:
+def live_run(folder: Path, scene: Scene, choice: Choice, steps: int, speedup: float, limit_s: float) -> dict[str, Any]:
     """One run: its steps, its moves and its books. Raises SystemExit unless it succeeds with a clean audit."""
     run = finished_run(
-        write_job(folder, choice, steps),
-        controllers=NODES,
-        slots=f"emulated:{SLOTS}",
+        write_job(folder, scene, choice, steps),
+        controllers=scene.nodes,
+        slots=f"emulated:{scene.slots}",
         environment={LAW_FILE: str(folder / "law.json")},
         limit_s=limit_s,
     )
@@ -154,9 +250,7 @@ def live_run(folder: Path, choice: Choice, steps: int, speedup: float, limit_s: 
         "train_seconds": [round(one["train_s"] * speedup, 2) for one in run.stats],
         "moves": moves_of(run.moves),
         "foretold": foretold_of(run.stays),
-        "account": placement_story("placement", None, [move for move in run.moves if not move.within], 0, run.stays)[
-            1:
-        ],
+        "account": placement_story(scene.name, None, [move for move in run.moves if not move.within], 0, run.stays)[1:],
         "books": books_of(run.books),
     }
 
@@ -276,28 +370,27 @@ def beside_the_best(policies: dict[str, Any]) -> dict[str, Any]:
     return {"best_static": best, "seconds_by_best_static": ratios}
 
 
-def measure_live(arguments: argparse.Namespace, taken: Result) -> Result:
+def measure_live(scene: Scene, arguments: argparse.Namespace, taken: Result) -> Result:
     """Every policy in each round; the order changes from round to round."""
-    law = law_of(arguments.steps, arguments.speedup)
+    law = scene.law_of(arguments.steps, arguments.speedup)
     runs = runs_before(arguments.out, law) if arguments.add else []
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
-        make_tiny_model(folder / "model", seed=1)
-        write_sums(folder / "train.jsonl", range(100, 200), range(80))
+        scene.write(folder)
         (folder / "law.json").write_text(json.dumps(law))
         for number in range(arguments.pairs):
             order = arguments.policies if number % 2 == 0 else arguments.policies[::-1]
             for name in order:
-                one = live_run(folder, Choice(name), arguments.steps, arguments.speedup, arguments.limit)
+                one = live_run(folder, scene, Choice(name), arguments.steps, arguments.speedup, arguments.limit)
                 runs.append({"round": number, **one})
                 print(f"round {number + 1}: {name:16} {one['seconds']:7.1f} s  {one['step_seconds']}", flush=True)
     result = taken | {
-        "what": "Placement policies live on emulated slots: 4 controllers, 32 slots, responses that get longer and a judge that becomes slow.",
-        "slots": SLOTS,
-        "controllers": NODES,
+        "what": scene.what,
+        "slots": scene.slots,
+        "controllers": scene.nodes,
         "steps": arguments.steps,
-        "groups": GROUPS,
-        "samples": SAMPLES,
+        "groups": scene.groups,
+        "samples": scene.samples,
         "rows": ROWS,
         "law": law,
         "policies": summed(runs, slow_at(arguments.steps)),
@@ -307,13 +400,13 @@ def measure_live(arguments: argparse.Namespace, taken: Result) -> Result:
     return result | beside_the_best(result["policies"])
 
 
-def live_options(parser: argparse.ArgumentParser) -> None:
+def live_options(scene: Scene, parser: argparse.ArgumentParser) -> None:
     """Policies and sizes."""
     parser.add_argument(
-        "--policies", nargs="+", default=[*FIXED, COLOCATED, *MOVING], help="in the order of the first round"
+        "--policies", nargs="+", default=[*scene.fixed, *scene.policies], help="in the order of the first round"
     )
-    parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument("--speedup", type=float, default=LAW["speedup"], help="emulated seconds in a real one")
+    parser.add_argument("--steps", type=int, default=scene.steps)
+    parser.add_argument("--speedup", type=float, default=scene.speedup, help="emulated seconds in a real one")
     parser.add_argument("--limit", type=float, default=900.0, help="seconds after which a run is given up")
     parser.add_argument("--add", action="store_true", help="to the runs that the file has already")
 
@@ -364,6 +457,21 @@ def measure_pairs(arguments: argparse.Namespace, taken: Result) -> Result:
 
 
 BENCHMARKS = (
-    Benchmark("placement-live", "placement_live", measure_live, ("grpcio", "uvicorn"), 3, live_options),
+    Benchmark(
+        "placement-live",
+        "placement_live",
+        partial(measure_live, TEXTS),
+        ("grpcio", "uvicorn"),
+        3,
+        partial(live_options, TEXTS),
+    ),
+    Benchmark(
+        "placement-pictures",
+        "placement_pictures",
+        partial(measure_live, PICTURES),
+        ("grpcio", "uvicorn", "diffusers"),
+        5,
+        partial(live_options, PICTURES),
+    ),
     Benchmark("placement-pairs", "placement_pairs", measure_pairs, ("torch", "deepspeed"), 5),
 )

@@ -79,14 +79,13 @@ def decisive_modules() -> list[Path]:
 
 def fingerprint() -> str:
     """Of all that a result depends on."""
-    files = [*decisive_modules(), *sorted(SCENARIOS.glob("*.yaml"))]
+    files = [*decisive_modules(), *sorted(SCENARIOS.rglob("*.yaml"))]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
 
 
 def measure_policies(arguments: argparse.Namespace, taken: Result) -> Result:
     """Play what is not done yet, and sum up the seeds that are whole."""
-    names = sorted(path.stem for path in SCENARIOS.glob("*.yaml"))
-    names = [name for name in names if not arguments.only or name in arguments.only.split(",")]
+    names = arguments.only.split(",") if arguments.only else sorted(path.stem for path in SCENARIOS.glob("*.yaml"))
     path = CACHE / f"{fingerprint()}.jsonl"
     seeds = range(arguments.first, arguments.first + arguments.seeds)
     if not arguments.done:
@@ -102,7 +101,9 @@ def policy_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--first", type=int, default=FIRST, help="the first seed")
     parser.add_argument("--seeds", type=int, default=100)
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--only", default="", help="scenarios, with commas")
+    parser.add_argument(
+        "--only", default="", help="scenarios, with commas; also of a folder, such as pictures/judge-slow"
+    )
     parser.add_argument("--done", action="store_true", help="only sum up what is done of the seeds that are whole")
 
 
@@ -412,7 +413,7 @@ class _Job:
 
 async def _measured(slots: int, size: int, count: int) -> dict[str, Any]:
     job = _Job(slots, size, np.random.default_rng(slots))
-    history = StepHistory.of(job.spec.served_judges)
+    history = StepHistory.of(job.spec)
     next_split = SplitDecider(job.spec, job.moving, engine_rows(job.spec), history)
     clock, computing, held_up, moves = [], [], [], 0
     for step in range(1, count + WARM + 1):

@@ -134,11 +134,12 @@ def everywhere(chunks: Sequence[list[int]], processes: int) -> Iterator[list[Pla
 def measure_simulation(arguments: argparse.Namespace, taken: Result) -> Result | None:
     """All seeds. A single one is played to look at it, and not written."""
     seeds = list(range(arguments.first, arguments.first + arguments.seeds))
-    if arguments.pictures:
+    if arguments.pictures or arguments.generated:
         from simulated_story import Story
 
-        with_pictures = (seed for seed in itertools.count(arguments.first) if Story.of(seed).pictures)
-        seeds = list(itertools.islice(with_pictures, arguments.seeds))
+        stories = map(Story.of, itertools.count(arguments.first))
+        wanted = (one.seed for one in stories if (one.generates if arguments.generated else one.pictures))
+        seeds = list(itertools.islice(wanted, arguments.seeds))
     chunks = [seeds[start : start + CHUNK] for start in range(0, len(seeds), CHUNK)]
     began, played = time.monotonic(), list[Played]()
     for found in everywhere(chunks, arguments.processes):
@@ -159,7 +160,9 @@ def simulation_options(parser: argparse.ArgumentParser) -> None:
     """Seeds."""
     parser.add_argument("--seeds", type=int, default=200)
     parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--pictures", action="store_true", help="only seeds whose prompts have pictures")
+    only = parser.add_mutually_exclusive_group()
+    only.add_argument("--pictures", action="store_true", help="only seeds whose prompts have pictures")
+    only.add_argument("--generated", action="store_true", help="only seeds whose policy generates pictures")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
 
 

@@ -103,9 +103,10 @@ def media_cases(result: Result) -> Rows:
         served = [store["served"] for store in stores]
         later = [store["served_later"] for store in stores if "served_later" in store]
         messages = case.get("messages_bytes", {})
+        without = "small pictures" if "generated" in case["payload"] else "text"
         yield {
             **case,
-            "content": "pictures" if case["pictures"] else "text",
+            "content": "pictures" if case["pictures"] else without,
             "main": f"{main} {kinds[main]['anonymous_mb']:,.0f}",
             "other": f"{largest} {others[largest]:,.0f}",
             "made": f"{max(made):,.0f}" if made else "",

@@ -47,6 +47,7 @@ MODULES = {
     "placement-within": "placement_simulation",
     "placement-decisions": "placement_simulation",
     "placement-live": "placement_live",
+    "placement-pictures": "placement_live",
     "placement-pairs": "placement_live",
     "sim": "protocol",
     "mutations": "protocol",
@@ -164,7 +165,7 @@ COMPARISONS = ROOT / ".cache" / "benchmarks"
 LEFT_OUT = ("load_before", "load_after", "law", "pairs")
 """Parts of a result that say nothing of either side."""
 COUNTS = {"startup": "--runs", "demo": "--runs", "judge": "--runs"} | dict.fromkeys(
-    ("grpo", "checkpoints", "rewards", "placement-live"), "--rounds"
+    ("grpo", "checkpoints", "rewards", "placement-live", "placement-pictures"), "--rounds"
 )
 """Names of the option `--pairs` in commits whose benchmarks were single programs, where they differ."""
 

@@ -1,4 +1,4 @@
-"""Runs an example on two controllers, and prints the accuracy of the best constant answer beside its result.
+"""Runs an example on two controllers. If its data has answers, prints the accuracy of the best constant answer beside its result.
 
     python examples/demo.py examples/counting/grpo.yaml [--kill node-1] [any option of `gcore run`]
 
@@ -62,12 +62,16 @@ def best_constant(answers: Iterable[str]) -> tuple[str, float]:
 
 
 def describe_best_constant(spec: JobSpec, home: Path) -> str:
-    """A sentence about the best constant answer to the held-out prompts. Raises DataError."""
-    answers = []
+    """A sentence about the best constant answer to the held-out prompts; empty if they have no answers. Raises DataError."""
+    answers: list[str] = []
     for source in eval_sources(spec):
+        if not source.reward.answers:
+            continue
         named = {"prompt_field": source.prompt, "answer_fields": source.reward.answers, "images": source.images}
         with Dataset.open(source.path, **named, cache_dir=home / "cache") as data:
             answers += [entry_text(entry, source.reward.answer) for entry in data]
+    if not answers:
+        return ""
     answer, share = best_constant(answers)
     return f"The best constant answer, {answer!r}, is right for {share:.1%} of the {len(answers)} held-out prompts."
 
@@ -88,7 +92,7 @@ def main() -> int:
     code = subprocess.run(run, check=False).returncode
     if known.kill and not told:
         told, code = ["Nothing was killed: the run ended before its middle."], code or 1
-    for sentence in (*told, describe_best_constant(spec, known.home)):
+    for sentence in filter(None, (*told, describe_best_constant(spec, known.home))):
         print(sentence)
     return code
 

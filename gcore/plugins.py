@@ -108,7 +108,7 @@ def check_parameters(kind: PluginKind, name: str, function: Callable[..., Any], 
     try:
         signature.bind(*given)
     except TypeError as error:
-        what = f"{kind.noun} {name!r} cannot be called with ({', '.join(given)}): {error}"
+        what = f"{kind.noun} {shown_name(name)!r} cannot be called with ({', '.join(given)}): {error}"
         raise PluginFault(what, where=kind.where, fix="Correct its parameters") from error
 
 
@@ -168,11 +168,11 @@ def _loaded_file(kind: PluginKind, file: PluginFile) -> Callable[..., Any]:
     except SpecError as error:
         raise PluginFault(error.what, where=error.where, fix=error.fix) from error
     except (*RAISED, CancelledError) as error:  # the edge to foreign code: running it may raise anything
-        what = f"{kind.noun} {str(file)!r} cannot be loaded ({error_sentence(error)}){_place_of(error)}"
+        what = f"{kind.noun} {shown_name(str(file))!r} cannot be loaded ({error_sentence(error)}){_place_of(error)}"
         trace = plugin_trace(error)
         raise PluginFault(what, where=kind.where, fix="Correct the file", trace=trace) from error
     if not callable(found):
-        what = f"{kind.noun} {str(file)!r} is {describe_result(found)}, which cannot be called"
+        what = f"{kind.noun} {shown_name(str(file))!r} is {describe_result(found)}, which cannot be called"
         raise PluginFault(what, where=kind.where, fix="Name a function")
     return found  # type: ignore[no-any-return]
 
@@ -201,7 +201,7 @@ def _place_of(error: BaseException) -> str:
     place, frame = "", error.__traceback__
     while frame is not None:
         if not _is_ours(frame):
-            place = f", raised at {frame.tb_frame.f_code.co_filename}:{frame.tb_lineno}"
+            place = f", raised at {_shown_path(Path(frame.tb_frame.f_code.co_filename))}:{frame.tb_lineno}"
         frame = frame.tb_next
     return place
 
@@ -255,9 +255,19 @@ def parse_plugin_file(reference: str) -> PluginFile | None:
 
 
 def short_name(reference: str) -> str:
-    """Shorten a reference for messages: the function's name for a plug-in file, otherwise the plug-in's name."""
+    """Shorten a reference for labels: the function's name for a plug-in file, otherwise the plug-in's name."""
     file = parse_plugin_file(reference)
     return reference if file is None else file.name
+
+
+def shown_name(reference: str) -> str:
+    """The reference as messages name it: without the folder for the copy of a plug-in file, which is not the user's own file."""
+    file = parse_plugin_file(reference)
+    return reference if file is None else f"{_shown_path(file.path)}:{file.name}"
+
+
+def _shown_path(path: Path) -> str:
+    return path.name if _DIGEST.fullmatch(path.parent.name) else str(path)
 
 
 def replace_plugin_files(tree: Any, change: Callable[[PluginFile, str], str], where: str = "") -> Any:

@@ -424,8 +424,9 @@ class Sample:
 
     @property
     def own_tokens(self) -> int:
-        """Number of tokens that the policy generated, without observed ones. This is what gcore calls response length."""
-        return len(self.token_ids) - sum(end - start for start, end in self.observed)
+        """Number of tokens that the policy generated, without observed ones. This is what gcore calls response length. Of a
+        picture: its trained steps."""
+        return self.length - sum(end - start for start, end in self.observed)
 
     @property
     def own_token_ids(self) -> tuple[int, ...]:

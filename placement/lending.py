@@ -154,7 +154,8 @@ class PoolSpeed:
     `alone_s`: seconds per token of a request that runs alone. `saturating`: concurrent requests that double it.
     `tokens`: mean tokens of a request. `rows`: maximum of concurrent requests per engine. `tail`: for a pool whose
     requests all exist when a step begins (rollout); item n is for n outstanding requests: the remaining tokens of the
-    one that ends last, and the mean remaining tokens. Empty for a pool whose requests arrive one after another.
+    one that ends last, and the mean remaining tokens. Empty for a pool whose requests arrive one after another, and if all
+    have equal lengths, as pictures have denoising steps: then they end in the order in which they start.
     """
 
     alone_s: float
@@ -219,7 +220,8 @@ def pool_speed(history: Sequence[MeasuredStep], pool: str, rows: int, since: int
     law = fit_decode_law(history, pool, rows, since)
     mean = fmean(lengths)
     residual = fmean(tokens * tokens for tokens in lengths) / (2.0 * mean)
-    tail = response_tail([step.lengths for step in newest]) if pool == "rollout" else ()
+    varied = pool == "rollout" and max(lengths) > min(lengths)
+    tail = response_tail([step.lengths for step in newest]) if varied else ()
     return PoolSpeed(law.token_s, max(law.token_s / law.sequence_s, 1.0), mean, max(residual, mean / 2.0), rows, tail)
 
 
@@ -349,14 +351,14 @@ def decide_lending(
     rollout, reward = speeds.rollout, speeds.reward
     owed, asked = loads.owed("rollout"), loads.owed("reward")
     to_come = asked + owed * speeds.asked_each  # every outstanding response will be judged
-    begun = float(min(asked, there * reward.rows))
-    rollout_left = rollout.left_s(owed, owed, here)
+    begun, generating = float(min(asked, there * reward.rows)), float(min(owed, here * rollout.rows))
+    rollout_left = rollout.left_s(owed, generating, here)
     reward_left = reward.left_s(to_come, begun, there)
     count = replicas_to_lend(
         cost_s,
         here,
         float(owed),
-        rollout.doubling(owed, owed, here),
+        rollout.doubling(owed, generating, here),
         rollout_left,
         there,
         to_come,

@@ -33,7 +33,7 @@ class Limits:
     """A module below this with one importer belongs into that importer."""
     entries: int = 15
     entries_of: dict[str, int] = field(default_factory=lambda: {"controllers": 17, "gcore": 25})
-    modules_of: dict[str, int] = field(default_factory=lambda: {"controllers": 110, "placement": 27, "gcore": 256})
+    modules_of: dict[str, int] = field(default_factory=lambda: {"controllers": 112, "placement": 27, "gcore": 272})
 
 
 @dataclass(frozen=True)

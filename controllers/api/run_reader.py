@@ -10,13 +10,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
 
 from controllers.api.edge.errors import NotFound, bad_field
 from controllers.identity import node_of
+from controllers.telemetry.events import EventLog
 from gcore.api.v1 import jobs_pb2 as pb
 from gcore.config.load import stored_spec
 from gcore.config.spec import SamplesSpec
@@ -27,8 +28,8 @@ from gcore.ledger.audit.audit import AuditInputs, ManifestFacts, audit_records
 from gcore.ledger.audit.chain import Audit, Finding
 from gcore.ledger.audit.receipts import ReceiptFolder
 from gcore.ledger.mirror import JobMirror
-from gcore.ledger.records.chain import Checkpoint, Head
-from gcore.ledger.records.job import JobPhase
+from gcore.ledger.records.chain import Checkpoint, Head, LogEntry
+from gcore.ledger.records.job import Evaluation, JobPhase, KeptPicture
 from gcore.ledger.records.slot_accounting import encode_line, read_step_lines
 from gcore.ledger.retention import Retention, keep_reasons
 from gcore.ledger.selection import StreamRules, rules_of
@@ -39,10 +40,10 @@ from gcore.models.layout import (
     manifest_digest,
     read_manifest,
 )
+from gcore.observability.events import JobEvent
 from gcore.observability.samples import (
     GroupLine,
     KeptGroup,
-    KeptPicture,
     KeptResponse,
     KeptText,
     Order,
@@ -60,7 +61,8 @@ from gcore.observability.samples import (
     step_status,
 )
 from gcore.schema import UnreadableRecord
-from gcore.store.types import WatchBatch
+from gcore.store.keys import JobKeys
+from gcore.store.types import WatchBatch, WatchEvent
 from gcore.types import CHECKPOINTS, Token, Version, checkpoint_file
 
 _ORDERS: dict[int, Order] = {
@@ -135,6 +137,8 @@ def _messages(picked: _Picked, stands: pb.StepStanding | None) -> Iterator[pb.Sa
         message.pictures.extend(_picture(one, picked.run_dir, picked.version) for one in group.pictures)
         for shown, kept in zip(message.responses, responses, strict=True):
             shown.pictures.extend(_picture(one, picked.run_dir, picked.version) for one in kept.sample.pictures)
+            if kept.sample.picture is not None:
+                shown.picture.CopyFrom(_picture(kept.sample.picture, picked.run_dir, picked.version))
         message.lineage, message.step, message.of = picked.version.lineage, picked.version.step, picked.selection.of
         if stands is not None:
             message.standing = stands
@@ -184,6 +188,7 @@ def _response(one: KeptResponse) -> pb.SampleResponse:
         versions=sample.versions,
         observed=[pb.ObservedText(start=start, end=end) for start, end in sample.observed],
         observed_tokens=sample.observed_tokens,
+        steps=sample.steps,
     )
     if advantage is not None:
         message.advantage = advantage.mean
@@ -326,6 +331,46 @@ def audit_of_folder(run_dir: Path) -> Audit:
             what = f"the copy of the job's records ends in lineage {copy.head.lineage}, but the folder has lines of lineage {newest}"
             found = found.with_problems([f"{what}: if a cluster still runs the job, audit it there"])
     return found
+
+
+def events_of_folder(run_dir: Path) -> list[JobEvent]:
+    """The events of a run that has ended, from the copy of its records in `run_dir`; empty without a copy. Blocks on the disk.
+
+    Raises UnreadableRecord, OSError.
+    """
+    copy = archive.read_copy(run_dir)
+    if copy is None:
+        return []
+    mirror = archive.mirror_of(copy.uid, copy.batch)
+    if mirror.job is not None:  # the folder may have been moved
+        job = replace(mirror.job, record=mirror.job.record.model_copy(update={"run_dir": str(run_dir)}))
+        mirror = replace(mirror, job=job)
+    events = EventLog(mirror.keys)
+    events.note(JobMirror(mirror.keys), _as_written(copy.batch, mirror.keys), mirror, 0.0)
+    return [JobEvent(one.sequence, one.time, one.kind, one.message, one.data) for one in events.events]
+
+
+def _as_written(batch: WatchBatch, keys: JobKeys) -> WatchBatch:
+    """The batch of a copy with a revision for each record, in the order in which a job writes them: by lineage and step,
+    and an evaluation after its step.
+
+    A copy has one revision for all records. An `EventLog` would order these by key (step 10 before step 5), and has
+    room for `PER_REVISION` events of one revision.
+    """
+
+    def place(change: WatchEvent) -> tuple[int, int, int, int, str]:
+        key, value = change.kv.key, change.kv.value
+        if key.startswith(keys.log_prefix):
+            entry = LogEntry.decode(value, key)
+            return 1, entry.lineage, entry.step, 0, key
+        if key.startswith(keys.eval_prefix):
+            version = Evaluation.decode(value, key).version
+            return 1, version.lineage, version.step, 1, key
+        return 0 if key == keys.job else 2, 0, 0, 0, key
+
+    ordered = enumerate(sorted(batch.events, key=place), 1)
+    changes = tuple(replace(one, kv=replace(one.kv, mod_revision=number)) for number, one in ordered)
+    return replace(batch, events=changes)
 
 
 def find_run(runs: Path, job: str) -> Path | None:

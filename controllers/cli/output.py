@@ -211,16 +211,16 @@ def format_part_measures(metrics: Mapping[str, float]) -> list[str]:
     return [format_measure(metric, value) for metric, value in sorted(metrics.items()) if metric.startswith(OF_PART)]
 
 
-def source_line(source: SourceFigures) -> str:
+def source_line(source: SourceFigures, *, pictures: bool = False) -> str:
     """Prompt outcomes and means of a source: `120 trained, 3 filtered, 0 failed; reward 0.531, length 3.1, 4%
-    truncated; accuracy 75.0%`."""
+    truncated; accuracy 75.0%`. `pictures`: whether the policy generates pictures, which have denoising steps."""
     words = [f"{source.trained} trained, {source.filtered} filtered, {source.failed} failed"]
     means = []
     if source.mean_reward is not None:
         means.append(f"reward {source.mean_reward:.3f}")
     if source.mean_length is not None:
-        means.append(f"length {source.mean_length:.1f}")
-    if source.truncated is not None:
+        means.append(f"denoising steps {source.mean_length:.4g}" if pictures else f"length {source.mean_length:.1f}")
+    if source.truncated is not None and not pictures:
         means.append(f"{source.truncated:.0%} truncated")
     if means:
         words.append(", ".join(means))
@@ -401,7 +401,7 @@ def job_rows(job: JobSnapshot, now: float) -> dict[str, str]:
     for node in job.shares:
         rows[f"shards of {printable_text(node.name)}"] = f"{len(node.shards)}: {format_ranges(node.shards)}"
     for source in job.sources:
-        rows[f"source {printable_text(source.name)}"] = source_line(source)
+        rows[f"source {printable_text(source.name)}"] = source_line(source, pictures=job.generates_pictures)
     for number, wait in enumerate(job.waiting, 1):
         since = format_seconds(max(0.0, now - wait.since))
         rows[f"waits ({number})"] = f"{printable_text(wait.who)}: {printable_text(wait.what, 300)}, for {since}"

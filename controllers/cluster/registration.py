@@ -6,7 +6,7 @@ changes. The daemon is ready while its lease is certainly valid and its node is 
 
 Hardware facts: the driver's own program runs once in a daemon's life, and only if a slot is a GPU; torch is not imported. If the GPUs of a
 machine differ, each slot reports the smallest memory and no name, because CUDA may number them differently from the driver. Uncertain facts
-(a driver that does not respond, partitioned GPUs, emulated slots) are left out.
+(a driver that does not respond, partitioned GPUs) are left out. Emulated slots have the memory that their timing file gives them, if any.
 
 Schema version: a daemon writes records in the newest version that all daemons can read. The store records a version
 before any record uses it. Without that, a new daemon that sees an older node could write an older version while others
@@ -21,6 +21,7 @@ import logging
 import os
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from controllers.changes import ChangeSignal
 from controllers.cluster.mirror import ClusterMirror
@@ -29,7 +30,8 @@ from controllers.cluster.slot_health import SlotHealth
 from controllers.identity import Identity
 from gcore import schema
 from gcore.config.node import NodeConfig
-from gcore.engines.emulated.launch import is_emulated
+from gcore.engines.emulated.launch import emulated_memory, is_emulated
+from gcore.engines.environments import SGLANG_DIFFUSION
 from gcore.errors import StoreUnavailable
 from gcore.ledger.records.cluster import NodeFacts, SickSlots, SlotFacts
 from gcore.ledger.records.job import NodeRecord
@@ -62,16 +64,17 @@ async def node_facts(
 ) -> NodeFacts | None:
     """Determine the hardware facts of a node with the slots `names`; None: not known. `host_memory_gib`: the host
     memory that the node may use; None: all. `command`: lists the GPUs."""
-    if any(map(is_emulated, names)):
-        return None
     host = host_memory_gib
     try:
         host = host_memory().total / GIB if host is None else host
     except (OSError, ValueError) as error:
         log.warning("cannot determine the memory of this machine: %s", error)
         return None
-    gpus = await _gpus(command) if any(map(is_cuda, names)) else ()
-    slots = slot_facts(names, gpus)
+    if any(map(is_emulated, names)):
+        memory = emulated_memory(os.environ)
+        slots = None if memory is None else tuple(SlotFacts(slot=slot, memory_gib=memory) for slot in names)
+    else:
+        slots = slot_facts(names, await _gpus(command) if any(map(is_cuda, names)) else ())
     return None if slots is None else NodeFacts(host_memory_gib=round(host, 3), slots=slots)
 
 
@@ -276,6 +279,7 @@ class NodeRegistration:
             pid=os.getpid(),
             started=self._clock.wall(),
             sglang=config.sglang_python is not None,
+            sglang_diffusion=config.sglang_python is not None and SGLANG_DIFFUSION.is_in(Path(config.sglang_python)),
             vllm=config.vllm_python is not None,
             blobs=self._blob_address,
             blob_bytes=config.blob_bytes if self._blob_address else 0,

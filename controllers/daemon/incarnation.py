@@ -30,7 +30,6 @@ from controllers.identity import Identity, new_incarnation
 from controllers.job.supervision import work_on_job
 from controllers.storage.run_folder import LocalRunFolders
 from controllers.workers.blobs import NodeBlobs
-from controllers.workers.launcher import JobGroups
 from gcore.api.tls import PLAIN, Connector
 from gcore.config.node import NodeConfig
 from gcore.errors import LeaseLost, StoreUnavailable
@@ -46,6 +45,7 @@ from gcore.store.types import Store
 from gcore.system.clock import Clock
 from gcore.system.memory import trim_memory
 from gcore.system.process import send_signal
+from gcore.worker.control_groups import JobGroups
 from gcore.worker.records import WorkerRecord
 
 if TYPE_CHECKING:

@@ -33,6 +33,7 @@ from gcore.data.stream import PromptSource
 from gcore.errors import EngineError
 from gcore.media.pictures import PictureError
 from gcore.media.protocol import blob_path
+from gcore.plugins import shown_name
 from gcore.reward.api import RewardError
 from gcore.rollout.agents.api import AgentFault, AgentRequestRefused
 from gcore.rollout.agents.chat_protocol import SamplingRules
@@ -331,14 +332,14 @@ class AgentEpisodes(EpisodeRunner):
             reward = await self._agents.pool.run(call, served.start, served.watch)
         except AgentFault as error:
             if served.failed is None and not served.cut:
-                said = f"agent {self._spec.name!r} {error.what}"
+                said = f"agent {shown_name(self._spec.name)!r} {error.what}"
                 raise AgentFault(said, where=error.where, fix=error.fix, trace=error.trace) from error
         if served.failed is not None:
             failed = served.failed
             raise failed if isinstance(failed, EngineError) else EngineError(failed.what, fix=failed.fix)
         if not served.asked:
             raise AgentFault(
-                f"agent {self._spec.name!r} received no response from the policy, so there is nothing to train",
+                f"agent {shown_name(self._spec.name)!r} received no response from the policy, so there is nothing to train",
                 where="agent.name",
                 fix="Make it request a chat completion from rollout.base_url",
             )
@@ -382,7 +383,8 @@ class AgentEpisodes(EpisodeRunner):
     def _report_refusal(self, why: AgentRequestRefused) -> None:
         if why.status < 500:
             self._report(
-                f"agent {self._spec.name!r} sent a request that was refused ({why.status} {why.code}): {why.what}", ""
+                f"agent {shown_name(self._spec.name)!r} sent a request that was refused ({why.status} {why.code}): {why.what}",
+                "",
             )
 
 

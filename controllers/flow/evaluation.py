@@ -24,7 +24,7 @@ from dataclasses import dataclass, field, replace
 
 from controllers.changes import ChangeSignal
 from controllers.flow.episodes import EpisodeRequest, EpisodeRunner, EvalAnswer
-from controllers.flow.job_data import JobData, SourcePipeline, eval_seed
+from controllers.flow.job_data import JobData, SourcePipeline, eval_seed, picture_seed
 from controllers.inference.pool import EnginePool
 from controllers.rules.step import evaluation_order, members_with_engines, parts_to_take
 from controllers.rules.view import TURN_SECONDS, JobView
@@ -34,7 +34,7 @@ from gcore.data.stream import EvalPromptSource
 from gcore.errors import EngineError, EngineUnreachable
 from gcore.ledger.evaluation import PartPlan, compose_evaluation, plan_parts, record_evaluation, record_part
 from gcore.ledger.mirror import JobMirror
-from gcore.ledger.records.job import EvalPart, EvalSample, Evaluation
+from gcore.ledger.records.job import EvalPart, EvalSample, Evaluation, KeptPicture
 from gcore.ledger.transactions import TransactionExecutor, TxnOutcome
 from gcore.media.pictures import PictureError
 from gcore.reward.api import RewardError
@@ -289,7 +289,10 @@ class Evaluator:
         name, sampling = pipeline.source.name, self._sampling[pipeline.source.name]
         (first, number), me = tries[0], self.look().me
         rid = f"{self.data.uid}/eval/{version}/{name}/{first}.{number}/{me}"
-        seeds = [eval_seed(self.data, version, name, *one) if sampling.temperature else 0 for one in tries]
+        if self.data.pictures is not None:
+            seeds = [picture_seed(self.data, name, *one) for one in tries]
+        else:
+            seeds = [eval_seed(self.data, version, name, *one) if sampling.temperature else 0 for one in tries]
         async with turns:  # limits the wait in an engine's queue, which counts towards the request's timeout
             prompts = {index: self._sets[name].prompt(index) for index in dict.fromkeys(index for index, _ in tries)}
             token_ids = [prompts[index].token_ids for index, _ in tries]
@@ -328,7 +331,9 @@ class Evaluator:
 
         async def one(prompt: Prompt, seed: int, number: int) -> EvalAnswer:
             params, ids = pipeline.params, prompt.token_ids
-            if prompt.pictures:
+            if self.data.pictures is not None:
+                params = replace(params, denoising=self.data.pictures.evaluation(prompt.text))
+            elif prompt.pictures:
                 try:
                     pictures = await media.in_request(prompt, trained=False)
                 except PictureError as error:
@@ -382,6 +387,7 @@ async def score_answers(
             source=pipeline.source.name,
             correct=not why and meets_threshold(reward, threshold),
             unscored=clip_for_record(why),
+            picture=next(iter(KeptPicture.of(one.media, "decoded")), None) if isinstance(one, Sample) else None,
         )
         parts = {} if isinstance(result, RewardError) else {k: v for k, v in result.parts if k in labels}
         scores.append(AnswerScore(prompt.ref.seq, shown, parts))

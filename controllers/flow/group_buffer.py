@@ -198,8 +198,8 @@ class GroupBuffer:
         lengths = sum(sample.own_tokens for sample in group.samples)
         self._scores[group.ref] = (math.fsum(sample.reward for sample in group.samples) / count, lengths / count)
 
-    def add_group(self, group: Group, patches: int = 0, picture_tokens: int = 0) -> None:
-        """Hold a finished group. `patches`, `picture_tokens`: as in its offer."""
+    def add_group(self, group: Group, patches: int = 0, picture_tokens: int = 0, step_tokens: int = 0) -> None:
+        """Hold a finished group. `patches`, `picture_tokens`, `step_tokens`: as in its offer."""
         self._seen = None
         self._scores.pop(group.ref, None)
         self._groups[group.ref] = group
@@ -207,7 +207,7 @@ class GroupBuffer:
             ref=group.ref,
             digest=group.digest(),
             prompt_tokens=len(group.prompt_ids),
-            response_tokens=tuple(len(sample.token_ids) for sample in group.samples),
+            response_tokens=tuple(sample.length for sample in group.samples),
             versions=group.versions,
             reward=math.fsum(sample.reward for sample in group.samples) / len(group.samples),
             source=group.source,
@@ -217,6 +217,7 @@ class GroupBuffer:
             observed=_observed(group),
             patches=patches,
             picture_tokens=picture_tokens,
+            step_tokens=step_tokens,
             media_bytes=sum({medium.sha256: medium.size for medium in group.all_media}.values()),
         )
 
@@ -277,5 +278,5 @@ def clip_reason(text: str) -> str:
 def _observed(group: Group) -> tuple[int, ...]:
     """The number of tokens in each sample that the policy did not generate (texts of an environment); empty if it
     generated all."""
-    observed = tuple(len(sample.token_ids) - sample.own_tokens for sample in group.samples)
+    observed = tuple(sample.length - sample.own_tokens for sample in group.samples)
     return observed if any(observed) else ()

@@ -10,7 +10,7 @@ import contextlib
 import hashlib
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -27,6 +27,7 @@ from gcore.ledger.records.cluster import patch_cost
 from gcore.media.model_files import media_token_ids
 from gcore.media.pictures import PictureError
 from gcore.models.checks import read_config
+from gcore.models.diffusion.requests import PictureRequests, why_untrainable
 from gcore.reward.api import PictureFile, Response, RewardError, RewardResult, Scored
 from gcore.reward.judges.judge import Judge
 from gcore.reward.pool import FunctionScorer
@@ -34,14 +35,16 @@ from gcore.reward.scorer import ResponseNotJudged, Scorer, reward_functions
 from gcore.rollout.client import SamplingParams
 from gcore.rollout.environments.api import ENVIRONMENT
 from gcore.rollout.postprocess import is_truncated
-from gcore.types import Group, Medium, Prompt, PromptRef, Sample, Version
+from gcore.types import DenoisingTrajectory, Group, Medium, MediumKind, Prompt, PromptRef, Sample, Version
 
 
 class PictureWork(NamedTuple):
-    """Patches of a group's distinct pictures, and the tokens for which the language model costs the same."""
+    """Patches of a group's distinct pictures, and the tokens for which the language model costs the same. `step_tokens`: image
+    tokens of a trained denoising step, of a policy that generates pictures."""
 
-    patches: int
-    tokens: int
+    patches: int = 0
+    tokens: int = 0
+    step_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -59,14 +62,24 @@ class JobData:
     """The pipelines of the evaluation sets, by set."""
     media_tokens: frozenset[int] = frozenset()
     """Token IDs that stand for media in the model."""
+    pictures: PictureRequests | None = None
+    """How pictures are requested; None: the policy writes texts."""
+
+    @property
+    def made_bytes(self) -> int:
+        """Upper bound for the bytes of the blobs that are made for the responses to a prompt."""
+        return self.spec.tool_picture_bytes if self.pictures is None else self.pictures.group_bytes
 
     def picture_work(self, group: Group) -> PictureWork:
-        """The work of the vision tower for the distinct pictures of a group, forward and backward."""
+        """The work for the pictures of a group: of the vision tower for the distinct ones of prompts and tools, forward and
+        backward, or of a denoising network for a trained step."""
+        if self.pictures is not None:
+            return PictureWork(step_tokens=self.pictures.step_tokens)
         opened, _ = self.stream.found(group.ref)
         sizes = {one.sha256: one.shape[:2] for one in group.all_media if one.kind == "picture"}
         rule = opened.rule
         if rule is None or not sizes:
-            return PictureWork(0, 0)
+            return PictureWork()
         patches = sum(rule.patch_count(height, width) for height, width in sizes.values())
         # A backward pass costs twice as much as a forward pass, and a frozen tower has none.
         passes = 1 / 3 if "vision" in self.spec.train.freeze else 1.0
@@ -75,6 +88,8 @@ class JobData:
     def why_untrainable(self, group: Group) -> str | None:
         """Return why the train ranks could not train the group, which a flow returned; None if they can. A rank that finds
         other pictures than tokens for them ends its world."""
+        if self.pictures is not None and (why := why_untrainable(group)) is not None:
+            return why
         if (why := untrainable_reason(group, self.spec.train, self.media_tokens)) is not None:
             return why
         rule = self.stream.found(group.ref)[0].rule if self.media_tokens else None
@@ -118,8 +133,9 @@ def make_job_data(
         stream=prompts.stream,
         sources={s.name: SourcePipeline(s, sampling_of(spec, s), rewards, media) for s in trained},
         evaluation=prompts.evaluation,
-        evaluated={s.name: SourcePipeline(s, sampling_of(spec, s), rewards, media) for s in held_out},
+        evaluated={s.name: SourcePipeline(s, sampling_of(spec, s), rewards, media, evaluates=True) for s in held_out},
         media_tokens=frozenset(media_token_ids(read_config(Path(spec.model.path)))),
+        pictures=PictureRequests.of(spec, Path(spec.model.path)),
     )
 
 
@@ -132,6 +148,9 @@ class SourcePipeline:
     rewards: Scorer
     media: JobMedia | None = None
     """The pictures of prompts; None: they have none."""
+    evaluates: bool = False
+    """Whether responses are scored for an evaluation. It does not compare the responses of a group, whose standardised rewards
+    have always the mean 0."""
 
     async def scored(self, prompt: Prompt, samples: Sequence[Sample]) -> tuple[RewardResult, ...]:
         """Score the responses to one prompt. Return their rewards in order.
@@ -163,7 +182,7 @@ class SourcePipeline:
                     return (RewardError(error.what, where=error.where, fix=error.fix),) * len(samples)
             await held.enter_async_context(self._stored(samples))
             responses = [self._response(sample, files) for sample in samples]
-            return await self.rewards.score(self.source.reward, prompt, responses)
+            return await self.rewards.score(self.source.reward, prompt, responses, alone=self.evaluates)
 
     async def judge_early(self, prompt: Prompt, sample: Sample) -> None:
         """Send a finished response to the judges before the other responses of its group are finished; `scored` then
@@ -173,13 +192,16 @@ class SourcePipeline:
                 await self.rewards.judge_early(self.source.reward, prompt, self._response(sample))
 
     def _stored(self, samples: Sequence[Sample]) -> contextlib.AbstractAsyncContextManager[None]:
-        """Keep the pictures of responses in the store of this node."""
-        media = [medium for sample in samples for medium in sample.media]
+        """Keep the pictures of responses in the store of this node: those of tools, and generated ones."""
+        media = [medium for sample in samples for medium in sample.media if medium.kind in SEEN]
         return contextlib.nullcontext() if self.media is None or not media else self.media.stored(media)
 
     def _response(self, sample: Sample, files: Sequence[PictureFile] = ()) -> Response:
-        tool_files = () if self.media is None or not sample.media else self.media.picture_files(sample.media)
-        return make_response(sample, files, tool_files)
+        if self.media is None or not sample.media:
+            return make_response(sample, files)
+        if isinstance(sample.output, DenoisingTrajectory):
+            return make_response(sample, files, picture_file=self.media.generated_picture(sample.media))
+        return make_response(sample, files, self.media.picture_files(sample.media))
 
     def forget(self, prompt: Prompt) -> None:
         """Forget failed judgements of responses to the prompt, so that they are requested again when the prompt is
@@ -193,13 +215,22 @@ class SourcePipeline:
         return bool(self.source.reward.judges)
 
 
+SEEN: Collection[MediumKind] = ("picture", "decoded")
+"""Kinds of a response's media that rewards and judges see."""
+
+
 def make_response(
-    sample: Sample, files: Sequence[PictureFile] = (), tool_files: Sequence[PictureFile] = ()
+    sample: Sample,
+    files: Sequence[PictureFile] = (),
+    tool_files: Sequence[PictureFile] = (),
+    picture_file: PictureFile | None = None,
 ) -> Response:
     """Convert a sample to the form that reward functions get. Its length counts only the tokens that the policy
-    generated. `files`: the pictures of its prompt. `tool_files`: those that tools returned."""
+    generated; a picture has none. `files`: the pictures of its prompt. `tool_files`: those that tools returned.
+    `picture_file`: the one that the policy generated."""
     of_environment = dict(sample.reward_parts).get(ENVIRONMENT)
-    return Response(sample.text, sample.own_tokens, is_truncated(sample), of_environment, files, tool_files)
+    tokens = None if isinstance(sample.output, DenoisingTrajectory) else sample.own_tokens
+    return Response(sample.text, tokens, is_truncated(sample), of_environment, files, tool_files, picture_file)
 
 
 def rewards_of(spec: JobSpec) -> dict[str, RewardSpec]:
@@ -255,6 +286,12 @@ def eval_seed(data: JobData, version: Version, name: str, index: int, number: in
     It does not depend on the job's ID or the peer, so that a new job with the same spec and weights samples the same.
     """
     return _seed(f"{data.spec.name}|{data.spec.seed}|eval|{version}|{name}|{index}|{number}")
+
+
+def picture_seed(data: JobData, name: str, index: int, number: int) -> int:
+    """The seed of picture `number` for prompt `index` of the evaluation set `name`. Unlike `eval_seed` it does not depend on the
+    version: pictures of different versions begin with the same noise, so that they can be compared."""
+    return _seed(f"{data.spec.name}|{data.spec.seed}|eval|{name}|{index}|{number}")
 
 
 def _seed(text: str) -> int:

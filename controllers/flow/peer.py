@@ -118,6 +118,7 @@ class JobPeer:
         self._longest_first = rollout.order == "longest_first"
         self._weighs_tokens = rollout.balance == "tokens"
         expects = self._longest_first or self._weighs_tokens or data.spec.placement.lends
+        expects = expects and data.pictures is None  # all pictures have equally many steps
         self._lengths = LengthEstimates(self._prompt_entry) if expects else None
 
     async def steps(self) -> AsyncIterator[Step]:
@@ -187,7 +188,7 @@ class JobPeer:
             return True
         view = self.look()
         position = partial(stream_position, view)
-        while not await self.media.reserve(prompt):
+        while not await self.media.reserve(prompt, self.data.made_bytes):
             duplicate, held = self._duplicate(view), self._youngest_unsealed(view)
             if duplicate is not None:
                 await self._give_up_room(duplicate)
@@ -285,21 +286,30 @@ class JobPeer:
         if self._episodes is not None:
             return await self._play_episodes(prompt, version, params, seeds, rid, greedy=greedy)
         prompts = [prompt.token_ids] * count
+        if self.data.pictures is not None:
+            denoising = self.data.pictures.params(prompt.text, version.step, seeds)
+            params = replace(params, denoising=replace(denoising, blob_holder=view.me))
         if self.media is not None and prompt.pictures:
             params = replace(params, pictures=await self.media.in_request(prompt, trained=True))
             prompts = [prompt.request_ids] * count
-        decode = self.data.stream.found(prompt.ref)[0].renderer.tokenizer.decode
+        # A picture is not continued by another engine.
+        decode = self._decode_of(prompt) if self.data.pictures is None else None
         follow = self._follow_head(prompt.ref) if self.data.spec.rollout.staleness else None
         ended = None if greedy else self._early_judge(prompt)
         expect = None if self._lengths is None else self._lengths.of(prompt.ref, weighs=self._weighs_tokens)
         made = await self._engines.generate(version, prompts, params, seeds, rid, follow, decode, ended, expect)
         if any(sample.finish_reason == "abort" for sample in made):
             raise EngineError(f"the engine aborted prompt {prompt.ref}", fix="The prompt is sampled again")
+        if self.data.pictures is not None:
+            made = self.data.pictures.finished(made, version.step, seeds)
         if self.media is not None:
             await self.media.keep_made(prompt.ref, [medium for sample in made for medium in sample.media])
         if self._lengths is not None and not greedy:
-            self._lengths.note(prompt.ref, [len(sample.token_ids) for sample in made])
+            self._lengths.note(prompt.ref, [sample.length for sample in made])
         return made
+
+    def _decode_of(self, prompt: Prompt) -> Callable[[Sequence[int]], str]:
+        return self.data.stream.found(prompt.ref)[0].renderer.tokenizer.decode
 
     async def _play_episodes(
         self,

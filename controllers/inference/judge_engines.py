@@ -40,7 +40,7 @@ from gcore.data.messages import Messages
 from gcore.data.renderer import PromptRenderer
 from gcore.data.tokenizer import TextTooLong, check_length, run_by_size
 from gcore.errors import DataError, EngineError, EngineGaveUp, EngineUnreachable, GcoreError
-from gcore.media.placeholders import PictureRule
+from gcore.media.placeholders import PictureRule, ScorerRule
 from gcore.models.layout import FIRST_WEIGHTS
 from gcore.observability.metrics import Metrics
 from gcore.reward.judges.types import (
@@ -105,7 +105,7 @@ class ClassifierClient:
     async def __call__(self, question: str, pictures: Pictures = ()) -> ClassifierAnswer:
         """Return the score of the question and its number of tokens. Wait until an engine has answered. Raises
         JudgeAway if the engine is lost, JudgeError if the question is invalid."""
-        async with pictures_in_use(self._media, self._encoder, pictures) as (targets, media):
+        async with pictures_in_use(self._media, pictures, self._encoder.targets) as (targets, media):
             loop = asyncio.get_running_loop()
             put = _Question(question, targets, media, loop.create_future())
             if not self._waiting:
@@ -214,18 +214,22 @@ def _refused(error: GcoreError) -> JudgeError:
     return JudgeError(error.what, where=error.where, fix=error.fix)
 
 
+def _same(pictures: Pictures) -> Pictures:
+    return pictures
+
+
 @contextlib.asynccontextmanager
 async def pictures_in_use(
-    media: JobMedia | None, encoder: QuestionEncoder, pictures: Pictures
+    media: JobMedia | None, pictures: Pictures, resized: Callable[[Pictures], Pictures] = _same
 ) -> AsyncIterator[tuple[Pictures, tuple[Medium, ...]]]:
-    """Yield the pictures of a question in the size that the judge's model uses, and their blobs, which stay pinned until
-    the block ends. Raises JudgeAway if the store of this node is unreachable, and other JudgeErrors."""
+    """Yield the pictures of a question in the size that `resized` gives them, and their blobs, which stay pinned until the
+    block ends. Raises JudgeAway if the store of this node is unreachable, and other JudgeErrors."""
     if not pictures:
         yield (), ()
         return
     assert media is not None
     try:
-        targets = encoder.targets(pictures)
+        targets = resized(pictures)
         async with media.in_use(targets) as made:
             yield targets, made
     except DataError as error:  # every response to the prompt has this picture
@@ -240,9 +244,14 @@ class QuestionEncoder:
     """Turns the questions to a judge into tokens. Stateless and thread-safe. `rule`: how the judge's model reads
     pictures; None: it sees none."""
 
-    def __init__(self, renderer: PromptRenderer, rule: PictureRule | None) -> None:
+    def __init__(self, renderer: PromptRenderer, rule: PictureRule | ScorerRule | None) -> None:
         self.renderer = renderer
         self._rule = rule
+
+    @property
+    def max_length(self) -> int | None:
+        """The context length of the judge's model in tokens; None: its files do not say it."""
+        return self._rule.max_length if isinstance(self._rule, ScorerRule) else self.renderer.max_length
 
     def encode(self, question: str, pictures: Pictures, room: int | None) -> Encoded:
         """Return the tokens of a question.
@@ -442,7 +451,7 @@ class GenerativeJudgeClient:
         """Return one sampled answer per seed. Wait until an engine has answered. Raises JudgeAway if the engine is
         lost, JudgeError if the question is invalid."""
         short, tokens = await run_by_size(len(question), lambda: self._tokens(question, pictures))
-        async with pictures_in_use(self._media, self._encoder, pictures) as (targets, media):
+        async with pictures_in_use(self._media, pictures, self._encoder.targets) as (targets, media):
             params = self._params
             if self._media is not None and targets:
                 params = replace(params, pictures=self._media.name_pictures(targets, media, len(short), tokens))

@@ -20,11 +20,12 @@ import contextlib
 import re
 import uuid
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from controllers.inference.judge_engines import JudgePool, QuestionEncoder
+from controllers.inference.judge_engines import JudgePool, QuestionEncoder, pictures_in_use
+from controllers.workers.job_media import JobMedia, Pictures
 from gcore.config.reward import JudgeModel, JudgeSpec
 from gcore.config.spec import JobSpec, training_sources
 from gcore.data.renderer import PromptRenderer
@@ -32,8 +33,9 @@ from gcore.errors import DataError, StoreUnavailable
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.transactions import TransactionExecutor, TxnOutcome, Versioned
 from gcore.ledger.usage import NOTHING, JudgeUse, NodeSpent, add_uses, records_to_merge, spend, subtract_uses, use_cost
-from gcore.media.placeholders import PictureRule
+from gcore.media.placeholders import PictureRule, judge_rule
 from gcore.observability.metrics import Metrics
+from gcore.reward.api import PictureFile
 from gcore.reward.judges.external import ExternalJudgeClient, judge_key
 from gcore.reward.judges.judge import Judge
 from gcore.reward.judges.rate_limit import Cause, RateLimiter
@@ -335,9 +337,10 @@ class ExternalJudges:
         nodes: Callable[[], Collection[str]],
         tell: Callable[[str, str], None],
         environ: Mapping[str, str],
+        media: JobMedia | None = None,
     ) -> None:
         """`nodes`: returns the present nodes. `tell`: records an event by topic. `environ`: environment variables, with
-        the API keys."""
+        the API keys. `media`: provides the pictures of questions; None: they have none."""
         self._judges = [judge for judge in spec.judges if judge.external is not None]
         self._me = me
         self._clock = clock
@@ -345,6 +348,7 @@ class ExternalJudges:
         self._mirror = mirror
         self._tell = tell
         self._environ = environ
+        self._media = media
         self.spending = JudgeBudget(self._judges, store, keys, node, me, clock, mirror, nodes, counts.paid)
         self._asks: dict[str, ExternalJudgeClient] = {}
         self._reported: set[str] = set()
@@ -360,9 +364,18 @@ class ExternalJudges:
         gate = RateLimiter(
             judge.name, judge.external, self.spending, self._counts, self._clock, lambda: len(self._mirror().members)
         )
-        ask = ExternalJudgeClient(judge, key, gate, self.spending, self._counts, self._clock)
+        ask = ExternalJudgeClient(
+            judge, key, gate, self.spending, self._counts, self._clock, open_pictures=self._open_pictures
+        )
         self._asks[judge.name] = ask
         return ask
+
+    @contextlib.asynccontextmanager
+    async def _open_pictures(self, pictures: Pictures) -> AsyncIterator[tuple[PictureFile, ...]]:
+        """Yield the files of the blobs of pictures, in the size in which the policy saw or generated them."""
+        assert self._media is not None
+        async with pictures_in_use(self._media, pictures) as (_, made):
+            yield self._media.picture_files(made)
 
     async def run(self) -> None:
         """Write costs and report spent budgets, until cancelled."""
@@ -409,7 +422,8 @@ def open_judges(
 
     Blocks, because it loads tokenizers. Raises SpecError, DataError.
     """
-    seeing = any(judge.images for judge in spec.judges)
+    generates = spec.rollout.diffusion is not None
+    seeing = not generates and any(judge.images for judge in spec.judges)
     picture_text = PictureRule.load(spec.model.path).picture_text if seeing else ""
     return {
         judge.name: Judge.of(
@@ -419,6 +433,7 @@ def open_judges(
             clock,
             where=f"judges.{number}",
             picture_text=picture_text,
+            generates=generates,
         )
         for number, judge in enumerate(spec.judges)
     }
@@ -428,7 +443,7 @@ def judge_encoder(number: int, judge: JudgeSpec, folder: Path) -> QuestionEncode
     """Load what turns questions into tokens for judge number `number` of the spec, which the cluster serves. `folder`:
     of its model. Blocks. Raises DataError."""
     with blame_judge(number, judge):
-        rule = PictureRule.load(folder) if judge.images else None
+        rule = judge_rule(folder) if judge.images else None
         if rule is not None:
             rule.check_processor()
         renderer = PromptRenderer.load(
@@ -475,7 +490,7 @@ def _opened(
         assert external is not None
         return CountingChatCall(external.asker(number, judge), judge.name, counts)
     encoder = judge_encoder(number, judge, Path(model.path))
-    limit, pool = model.max_length or encoder.renderer.max_length, engines[judge.name]
+    limit, pool = model.max_length or encoder.max_length, engines[judge.name]
     if judge.kind == "classifier":
         return CountingScoreCall(pool.valuer(encoder, limit), judge.name, counts)
     return CountingChatCall(pool.asker(encoder, limit), judge.name, counts)

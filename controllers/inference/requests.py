@@ -61,7 +61,7 @@ async def count_request(
             result = "ok"
         if pool == "rollout":
             metrics.samples.inc(len(samples))
-            metrics.generated_tokens.inc(sum(len(sample.token_ids) for sample in samples))
+            metrics.generated_tokens.inc(sum(sample.length for sample in samples))
     except EngineGaveUp:
         raise
     except EngineUnreachable:

@@ -34,7 +34,7 @@ from controllers.telemetry.events import split_by_revision
 from controllers.telemetry.notices import PluginErrorLog, WarningLog
 from controllers.telemetry.run_recorder import JobTelemetry, RunRecorder
 from controllers.workers.blobs import NodeBlobs
-from controllers.workers.launcher import JobGroups, WorkerLauncher
+from controllers.workers.launcher import WorkerLauncher
 from controllers.workers.ranks import RankConnections
 from gcore.api.tls import PLAIN, Connector
 from gcore.api.v1.placement_pb2 import LoadsReply
@@ -53,6 +53,7 @@ from gcore.store.keys import JobKeys
 from gcore.store.types import Store, WatchBatch
 from gcore.system import daemon as logs
 from gcore.system.clock import Clock
+from gcore.worker.control_groups import JobGroups
 
 
 def make_dependencies(

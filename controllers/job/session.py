@@ -61,7 +61,7 @@ from controllers.workers.ranks import RankConnections
 from gcore.api.tls import Connector
 from gcore.api.v1.placement_pb2 import LoadsReply
 from gcore.config.load import find_flow
-from gcore.config.spec import JobSpec, outdated_settings, uses_pictures
+from gcore.config.spec import JobSpec, outdated_settings, uses_blobs
 from gcore.data.dataset import DataChanged
 from gcore.errors import GcoreError
 from gcore.flows.api import Flow, Peer
@@ -268,7 +268,7 @@ class JobSession(LiveJob):
         )
         self.media: JobMedia | None = None
         """The media of the job's prompts; None: it has none."""
-        if uses_pictures(spec) and dependencies.blobs is not None:
+        if uses_blobs(spec) and dependencies.blobs is not None:
             dependencies.blobs.need()
             self.media = JobMedia(
                 dependencies.blobs,
@@ -279,7 +279,6 @@ class JobSession(LiveJob):
                 changes=self.changes,
                 warn=lambda sentence: self.warnings.hold(f"blobs-{self.node}", sentence),
                 clock=clock,
-                tool_bytes=spec.tool_picture_bytes,
             )
         self.judges = {
             judge.name: JudgePool(
@@ -305,6 +304,7 @@ class JobSession(LiveJob):
             nodes=lambda: cluster.nodes,
             tell=self.warnings.note,
             environ=os.environ,
+            media=self.media,
         )
         self._rewards = RewardPool(
             rewards_of(spec),

@@ -8,6 +8,9 @@ Their splits (slots per pool) are reconstructed from the present plan and the mo
 (nodes came or went), the splits of earlier steps are not known, and these steps are left out: a step with a wrong split
 misleads a policy more than a missing one.
 
+The tokens of a response that a policy generates as a picture are its denoising steps. All pictures of a job have equally many, also
+those that were filtered.
+
 Policies count slots, but a slot of the reward pool has an awake engine of each judge. So the engines of one slot are
 presented as one engine that runs the requests of all (`measured_by_slot`), with capacity for the requests of all
 (`engine_rows`).
@@ -28,7 +31,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from gcore.config.reward import JudgeSpec
 from gcore.config.spec import JobSpec
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records.chain import LogEntry
@@ -85,11 +87,12 @@ class _Seen:
 class StepHistory:
     """The newest committed steps of one job with their measurements. Mutable."""
 
-    def __init__(self, *, judges: int = 1, scores: bool = False) -> None:
+    def __init__(self, *, judges: int = 1, scores: bool = False, denoising_steps: int | None = None) -> None:
         """`judges`: number of judges that the cluster serves. `scores`: all of them are classifiers, which generate no
-        tokens."""
+        tokens. `denoising_steps`: of each picture that the policy generates; None: it writes texts."""
         self._judges = max(judges, 1)
         self._scores = scores
+        self._denoising_steps = denoising_steps
         self._seen: dict[Version, _Seen] = {}
         """The steps by version, oldest first."""
         self._slots = 0
@@ -98,10 +101,11 @@ class StepHistory:
         """The log from which missed steps were taken."""
 
     @classmethod
-    def of(cls, served: Sequence[JudgeSpec]) -> StepHistory:
-        """Create the history of a job whose cluster serves these judges."""
+    def of(cls, spec: JobSpec) -> StepHistory:
+        """Create the history of a job."""
+        served, drawn = spec.served_judges, spec.rollout.diffusion
         scores = bool(served) and all(judge.kind == "classifier" for judge in served)
-        return cls(judges=len(served), scores=scores)
+        return cls(judges=len(served), scores=scores, denoising_steps=None if drawn is None else drawn.steps)
 
     def note(self, before: JobMirror, after: JobMirror, there: Callable[[], Snapshot]) -> None:
         """Record a step that was committed between two states of the job's records. `there`: returns the present nodes,
@@ -114,10 +118,10 @@ class StepHistory:
         if entry is None or (entry.lineage, entry.step) != (head.lineage, head.step + 1):
             return  # missed steps are taken from the log
         slot = before.seals.get(entry.step)
-        lengths = trained_lengths(slot.record) if slot is not None else None
+        lengths = trained_lengths(slot.record) if slot is not None and self._denoising_steps is None else None
         snapshot = there()
         began, self._slots = self._slots, snapshot.slots
-        self._add({_version(entry): _Seen(_kept(entry), lengths, base_split(before.plan.record, snapshot), began)})
+        self._add({_version(entry): _Seen(self._kept(entry), lengths, base_split(before.plan.record, snapshot), began)})
 
     def steps(self, mirror: JobMirror) -> tuple[MeasuredStep, ...]:
         """Return the measured steps that no rollback has discarded, oldest first, with the slot accounts that have
@@ -179,7 +183,16 @@ class StepHistory:
         missed = [entry for entry in trained[-MOST_STEPS:] if _version(entry) not in self._seen]
         if missed:
             splits = committed_splits(trained, plan, moves)
-            self._add({_version(entry): _Seen(_kept(entry), None, splits.get(entry.seq)) for entry in missed})
+            self._add({_version(entry): _Seen(self._kept(entry), None, splits.get(entry.seq)) for entry in missed})
+
+    def _kept(self, entry: LogEntry) -> LogEntry:
+        """Return a log entry without its large parts, to save memory: a step of a thousand prompts has thousands of objects. A
+        picture counts with all its denoising steps, which are the work of its engine, whatever part of them is trained."""
+        stats = entry.stats
+        if self._denoising_steps is not None:
+            stats = {name: value for name, value in stats.items() if name != "response_length_before_filter"}
+            stats["response_length"] = float(self._denoising_steps)
+        return entry.model_copy(update={"delta": (), "cursors": None, "tally": None, "stats": stats})
 
     def _add(self, more: dict[Version, _Seen]) -> None:
         together = sorted((self._seen | more).items(), key=lambda one: one[1].entry.seq)
@@ -210,12 +223,6 @@ def count_questions(book: StepAccount) -> StepAccount:
     engines = {pool: counted(sums) if pool == "reward" else sums for pool, sums in book.engines.items()}
     loads = {pool: tuple(map(counted, one)) if pool == "reward" else one for pool, one in book.loads.items()}
     return book.model_copy(update={"engines": engines, "loads": loads})
-
-
-def _kept(entry: LogEntry) -> LogEntry:
-    """Return a log entry without its large parts, to save memory: a step of a thousand prompts has thousands of
-    objects."""
-    return entry.model_copy(update={"delta": (), "cursors": None, "tally": None})
 
 
 def _version(entry: LogEntry) -> Version:

@@ -35,7 +35,7 @@ from gcore.config.spec import JobSpec
 from gcore.errors import GcoreError
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records.job import MOST_REASON, HoldPeriod, MoveKind, Moves, Plan
-from gcore.plugins import RAISED, error_sentence
+from gcore.plugins import RAISED, error_sentence, shown_name
 from gcore.system.clock import Clock
 from gcore.system.concurrency import limit_time
 from gcore.types import Version
@@ -250,7 +250,7 @@ class SplitDecider:
             raise _CannotBe(f"{pin}, which is not possible on {slots}; nothing moves")
         if decision.split != base and not limits.allows(decision.split):
             raise _CannotBe(
-                f"policy {policy!r} wants {decision.split}, which is not possible on {slots}; nothing moves"
+                f"policy {shown_name(policy)!r} wants {decision.split}, which is not possible on {slots}; nothing moves"
             )
         return decision
 
@@ -276,7 +276,7 @@ class SplitDecider:
             log.exception("placement policy %s failed", name)
             self._policy = None
             why = error.what if isinstance(error, PolicyFailed) else error_sentence(error)
-            raise _CannotBe(f"placement policy {name!r} failed, so nothing moves: {why}") from error
+            raise _CannotBe(f"placement policy {shown_name(name)!r} failed, so nothing moves: {why}") from error
 
     def _proposal(
         self, decision: Decision, plan: Plan, there: Snapshot, base: Split, at: DecisionContext
@@ -303,7 +303,7 @@ class SplitDecider:
         )
         if after is None:
             raise _CannotBe(
-                f"policy {self._spec.placement.policy!r} wants {split}, but with the present ranks no node has enough adjacent slots for the engines; "
+                f"policy {shown_name(self._spec.placement.policy)!r} wants {split}, but with the present ranks no node has enough adjacent slots for the engines; "
                 "nothing moves"
             )
         return after
@@ -364,7 +364,7 @@ class Planner:
         self._file = MovesFile(run_dir)
         self._moving = movable_request(spec, model_configs(job.mirror))
         self._rows = engine_rows(spec)
-        self._history = StepHistory.of(spec.served_judges)
+        self._history = StepHistory.of(spec)
         self._next = SplitDecider(spec, self._moving, self._rows, self._history)
         self._lender = Lender(spec, job.uid, self._moving, self._rows, clock, self._history, connector)
         self._holds = HoldLog(clock, self._history.took)

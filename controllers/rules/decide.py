@@ -59,7 +59,7 @@ from controllers.rules.world import (
     report_copies,
     resize_world,
 )
-from gcore.config.spec import uses_pictures
+from gcore.config.spec import uses_blobs
 from gcore.ledger.records.chain import Assignment, SealState
 from gcore.ledger.records.job import JobPhase
 from gcore.types import PromptRef
@@ -197,7 +197,7 @@ def assign_shards(view: JobView) -> Iterator[Intent]:
         topic = f"assign {' '.join(wanted.members)}"
         there = {stored.record.node for stored in mirror.members.values()}
         new = mirror.assign is None or not mirror.assign.record.members
-        waits = new and uses_pictures(view.spec) and not there >= set(view.plan.rollout_nodes)
+        waits = new and uses_blobs(view.spec) and not there >= set(view.plan.rollout_nodes)
         yield Intent(AssignShards(wanted), topic, view.turn(topic), after=MEMBERS_PATIENCE_S if waits else 0.1)
 
 

@@ -10,7 +10,7 @@ engines sleep, and the rank loads its state into device memory and trains. After
 (the committed state is in the run's folder), and only then the engines wake. The controller of the rank's node restores
 the rank and sends Apply (the request to train); if it is away, others do so a little later. Every wait is bounded: a
 rank that gets Apply loads its state itself, and after `PATIENCE_S` it gets Apply even if engines are awake; if a rank
-cannot release its memory, the engines wake anyway.
+cannot release its memory, the engines wake anyway. A rank on a slot of its own keeps its memory.
 
 Management (sleep, wake, weight sync): an engine is managed by the controller of its node, or, while that is away, by
 the member that a hash selects. All engines of a slot, and of all slots that one of them spans, have the same manager.
@@ -50,15 +50,21 @@ def takes_turns(spec: JobSpec, slot: str) -> bool:
 
 
 def ranks_taking_turns(view: JobView) -> Mapping[int, RankPlace]:
-    """The places of train ranks that share the memory of their slot with engines over time, by rank."""
+    """The places of train ranks that share the memory of their slot with engines over time, by rank. A rank whose slot
+    has no engine, neither in the plan nor left over from an earlier plan, keeps its memory."""
     plan = view.mirror.plan
     if plan is None:
         return {}
-    return view.remembered.get(
-        "turns",
-        (view.spec, plan),
-        lambda: {place.rank: place for place in plan.record.ranks if takes_turns(view.spec, place.slot)},
-    )
+    return view.remembered.get("turns", (view.spec, plan, view.workers), lambda: dict(_find_turns(view, plan.record)))
+
+
+def _find_turns(view: JobView, plan: Plan) -> Iterator[tuple[int, RankPlace]]:
+    ranks = [place for place in plan.ranks if takes_turns(view.spec, place.slot)]
+    if ranks:
+        engines = [one for one in view.workers.values() if one.role != "train" and one.job_uid == view.mirror.keys.uid]
+        shared = {(one.node, slot) for one in plan.engines for slot in one.slots}
+        shared |= {(one.node, slot) for one in engines for slot in one.slots}
+        yield from ((place.rank, place) for place in ranks if (place.node, place.slot) in shared)
 
 
 def engines_asleep_for_ranks(view: JobView) -> frozenset[str]:

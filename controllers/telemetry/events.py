@@ -23,6 +23,7 @@ from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records.chain import Assignment, Checkpoint, Checkpoints, LogEntry, Member
 from gcore.ledger.records.job import (
     NEWEST_MOVES,
+    EvalSample,
     Evaluation,
     FaultRecord,
     JobRecord,
@@ -34,8 +35,10 @@ from gcore.ledger.records.job import (
 )
 from gcore.ledger.records.restart_reasons import removal_cause, restart_sentence
 from gcore.ledger.statistics import commonest_reason
+from gcore.observability.samples import evaluation_picture
 from gcore.store.keys import JobKeys
 from gcore.store.types import WatchBatch, WatchEvent
+from gcore.types import Version
 from placement.moves import move_in_words
 from placement.slots import count_noun
 
@@ -248,7 +251,7 @@ def derive_events(keys: JobKeys, before: JobMirror, change: WatchEvent, after: J
     elif key.startswith(keys.log_prefix):
         yield from _entry(before, LogEntry.decode(kv.value, key), after)
     elif key.startswith(keys.eval_prefix):
-        yield _evaluation(Evaluation.decode(kv.value, key))
+        yield _evaluation(Evaluation.decode(kv.value, key), after.job.record if after.job else None)
 
 
 def _left(before: JobMirror, incarnation: str) -> str:
@@ -393,7 +396,7 @@ def _untrained(entry: LogEntry) -> Derived:
     return "account", message, {"count": len(entry.delta), **kinds, "reason": common[0] if common else ""}
 
 
-def _evaluation(evaluation: Evaluation) -> Derived:
+def _evaluation(evaluation: Evaluation, job: JobRecord | None) -> Derived:
     data = {
         "step": evaluation.version.step,
         "lineage": evaluation.version.lineage,
@@ -402,7 +405,7 @@ def _evaluation(evaluation: Evaluation) -> Derived:
         "graded": evaluation.is_graded,
         "count": evaluation.count,
         "unscored": evaluation.unscored,
-        "samples": [sample.model_dump() for sample in evaluation.samples],
+        "samples": [_sample(sample, evaluation.version, job) for sample in evaluation.samples],
         "by_source": {name: score.model_dump(exclude_defaults=True) for name, score in evaluation.by_source.items()},
     }
     graded = f", mean reward {evaluation.mean_reward:.3f}" if evaluation.is_graded else ""
@@ -411,3 +414,13 @@ def _evaluation(evaluation: Evaluation) -> Derived:
         why = next((f": {score.why_unscored}" for score in evaluation.by_source.values() if score.why_unscored), "")
         message += f"; {evaluation.unscored} responses could not be scored and count as incorrect{why}"
     return "eval", message, data
+
+
+def _sample(sample: EvalSample, version: Version, job: JobRecord | None) -> dict[str, Any]:
+    """A displayed response. A generated picture has the path of its `file`; empty if the job keeps no pictures."""
+    tree = sample.model_dump(exclude={"picture"})
+    if sample.picture is None:
+        return tree
+    keeps = job is not None and job.spec.get("samples", {}).get("picture_mib", 1)
+    file = evaluation_picture(job.run_dir, version, sample.picture.sha256) if job is not None and keeps else ""
+    return tree | {"picture": sample.picture.model_dump() | {"file": file}}

@@ -12,7 +12,7 @@ from controllers.rules.actions import Action, PostWarning, RegisterCheckpoint, R
 from controllers.rules.retention import CHECKPOINT_TROUBLE
 from controllers.rules.view import JobView, Timers
 from controllers.rules.waits import Wait
-from controllers.telemetry.step_stats import parts_by_name, split_source_key
+from controllers.telemetry.step_stats import drop_token_stats, parts_by_name, split_source_key
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records.chain import LogEntry
 from gcore.ledger.records.job import Move, MoveKind, Moves
@@ -108,8 +108,9 @@ def show_job(metrics: Metrics, mirror: JobMirror, batch: WatchBatch, me: str) ->
             continue
         entry = LogEntry.decode(event.kv.value, event.kv.key)
         if entry.kind == "train":
-            metrics.show_stats(job, {"groups_lacking": 0.0} | entry.stats)
-            _show_sources(metrics, job, mirror, entry)
+            stats = drop_token_stats(entry.stats)
+            metrics.show_stats(job, {"groups_lacking": 0.0} | stats)
+            _show_sources(metrics, job, mirror, stats)
             metrics.show_parts(job, parts_by_name(entry.stats))
         if entry.writer == me and not batch.reset:
             for name, phase in PHASES.items():
@@ -119,15 +120,15 @@ def show_job(metrics: Metrics, mirror: JobMirror, batch: WatchBatch, me: str) ->
                 metrics.prompt_outcomes.labels(ended.kind).inc()
 
 
-def _show_sources(metrics: Metrics, job: str, mirror: JobMirror, entry: LogEntry) -> None:
-    """Set the gauges of each data source from a step's log entry. A single source gets the numbers of the step."""
+def _show_sources(metrics: Metrics, job: str, mirror: JobMirror, stats: Mapping[str, float]) -> None:
+    """Set the gauges of each data source from the metrics of a step. A single source gets the numbers of the step."""
     assert mirror.head is not None
-    found = [(split, value) for key, value in entry.stats.items() if (split := split_source_key(key)) is not None]
+    found = [(split, value) for key, value in stats.items() if (split := split_source_key(key)) is not None]
     for (name, source), value in found:
         metrics.show_source(job, source, {name: value})
     sources = list(mirror.head.record.tally.sources)
     if not found and len(sources) == 1:
-        metrics.show_source(job, sources[0], entry.stats)
+        metrics.show_source(job, sources[0], stats)
 
 
 def show_placement(metrics: Metrics, before: JobMirror, after: JobMirror) -> None:

@@ -1,8 +1,8 @@
 """Telemetry of a running job on one controller, and the files in its run folder.
 
 `JobTelemetry` is the runner's interface to telemetry: it receives every change of the job's records and passes it to the job's events,
-metrics, slot accounting and trace spans. `RunRecorder` writes the run's metrics and samples to the run folder (`MetricsFileWriter`,
-`SampleWriter`) and feeds the experiment trackers.
+metrics, slot accounting and trace spans. `RunRecorder` writes the run's metrics, samples and held-out pictures to the run folder
+(`MetricsFileWriter`, `SampleWriter`, `HeldOutPictures`) and feeds the experiment trackers.
 
 The recorder's tasks run concurrently and never delay the job. A failure (a full disk, an unavailable tracker) is reported and retried. A bug in
 one of these tasks is logged and ends only that task, not the run.
@@ -13,9 +13,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections import deque
-from collections.abc import Callable, Collection, Coroutine
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,21 +31,28 @@ from controllers.telemetry.step_stats import StepTimer
 from controllers.telemetry.trackers import TrackerProcess, TrackerTimeouts, WarnPeople
 from gcore.config.spec import JobSpec, TrackerSpec
 from gcore.data.stream import PromptSource, PromptStream
-from gcore.errors import GcoreError, StoreUnavailable
+from gcore.errors import DataError, GcoreError, StoreUnavailable
 from gcore.ledger import archive
+from gcore.ledger.evaluation import evaluations_with_pictures
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records.chain import Seal, SealState
-from gcore.ledger.records.job import Trouble
+from gcore.ledger.records.job import EvalSample, Evaluation, Trouble
 from gcore.ledger.records.slot_accounting import AccountLine
+from gcore.observability.contact_sheet import SHEET_FILE, draw_sheet, held_out_section, read_stamp, sheet_step
 from gcore.observability.metrics import Metrics
 from gcore.observability.metrics_file import FileBusy, MetricsFile, MetricsSource, has_missing_lines
 from gcore.observability.samples import (
+    EVALUATION_SHARE,
     KeptGroup,
     choose_groups,
+    choose_pictures,
+    evaluation_folder,
     keep_pictures,
     make_kept_group,
+    prune_evaluations,
     prune_pictures,
     prune_steps,
+    step_folder,
     write_samples,
 )
 from gcore.observability.tracing import StepTraces
@@ -52,6 +60,7 @@ from gcore.rollout.client import EngineReach
 from gcore.store.keys import JobKeys
 from gcore.store.types import Put, Store, WatchBatch
 from gcore.system.clock import Clock
+from gcore.system.files import replace_file
 from gcore.types import Group, Token, Version, entry_text
 
 log = logging.getLogger(__name__)
@@ -72,6 +81,12 @@ GroupLookup = Callable[[str], Group | None]
 
 COPY_TURN_S = 0.5
 """Seconds that each controller in the order of turns waits for those before it to write the copy of the records."""
+
+SHEET_PATIENCE_S, SHEET_RETRY_S = 5.0, 0.5
+"""Seconds for which the sheet waits for pictures that other controllers are keeping, and seconds between two looks."""
+
+EVALUATIONS_WHOLE = 4
+"""Number of evaluations whose displayed pictures fit into the bound for pictures of evaluations."""
 
 STOP_S = 10.0
 """Timeout for tracker processes to exit after their input was closed."""
@@ -181,6 +196,7 @@ class RunRecorder:
         self._clock = clock
         self._recorder = MetricsFileWriter(identity.incarnation, look, changes, self._warn, clock)
         self.samples = SampleWriter(identity.incarnation, self._warn)
+        self.held_out = HeldOutPictures(identity.incarnation, look, changes, self.samples, self._warn, clock)
         self._writing: list[asyncio.Task[None]] = []
         self._trackers: list[asyncio.Task[None]] = []
 
@@ -188,7 +204,7 @@ class RunRecorder:
         """Start the background tasks, which run until `finish` or `stop`. The job's record must have been read before."""
         job = self._look().job
         assert job is not None
-        for work in (self._recorder.run(), self.samples.run()):
+        for work in (self._recorder.run(), self.samples.run(), self.held_out.run()):
             self._writing.append(start_background_task(work, "reading"))
         for tree in job.record.spec.get("tracking", []):
             tracker = TrackerSpec.model_validate(tree)
@@ -216,6 +232,7 @@ class RunRecorder:
         for task in self._writing:
             task.cancel()
         last = {"records": self._recorder.finish(), "samples": self.samples.write(), "copy": self._leave_copy()}
+        last["held-out pictures"] = self.held_out.finish()
         await asyncio.wait([start_background_task(work, name) for name, work in last.items()])
         if self._trackers:
             await asyncio.wait(self._trackers, timeout=TrackerTimeouts().end_s + STOP_S)
@@ -350,19 +367,20 @@ class SampleWriter:
         self._warn = warn
         self._in_trouble = False
         self._stream: PromptStream | None = None
-        self._spec: JobSpec | None = None
+        self.spec: JobSpec | None = None
+        """The job's spec; None before `open`."""
         self._held: dict[Token, tuple[_Held, ...]] = {}
         self._ready: deque[tuple[Version, tuple[_Held, ...]]] = deque(maxlen=MOST_WAITING)
         self._changes = ChangeSignal()
         self._run_dir = Path()
-        self._blobs: Path | None = None
+        self.blobs: Path | None = None
         self.has_room = True
         """Whether the disk has space for more samples; set by the owner. If false, no more groups are copied."""
 
     def open(self, spec: JobSpec, stream: PromptStream, run_dir: Path, blobs: Path | None = None) -> None:
         """Set the spec, the prompt stream and the run folder. Samples are only kept after this call. `blobs`: folder of
         the job in this node's blob store; None: prompts have no pictures."""
-        self._spec, self._stream, self._run_dir, self._blobs = spec, stream, run_dir, blobs
+        self.spec, self._stream, self._run_dir, self.blobs = spec, stream, run_dir, blobs
 
     def note(self, mirror: JobMirror, find_group: GroupLookup) -> None:
         """Process a change of the job's records: copy groups of new seals, and queue those of READY or committed
@@ -371,12 +389,12 @@ class SampleWriter:
         `find_group`: finds a group in this controller's buffer. Must be called before trained or discarded groups leave
         the buffer.
         """
-        if self._spec is None or mirror.head is None:
+        if self.spec is None or mirror.head is None:
             return
         for stored in mirror.seals.values():
             seal = stored.record
             sealed = seal.state in (SealState.SEALED, SealState.READY)
-            if self.has_room and sealed and seal.token not in self._held and self._spec.samples.due(seal.step):
+            if self.has_room and sealed and seal.token not in self._held and self.spec.samples.due(seal.step):
                 self._held[seal.token] = tuple(self._mine(seal, find_group))
         if not self._held:
             return
@@ -417,24 +435,24 @@ class SampleWriter:
     def _mine(self, seal: Seal, find_group: GroupLookup) -> list[_Held]:
         """The groups of a seal that are chosen as samples and that this controller holds."""
         assert self._stream is not None
-        assert self._spec is not None
+        assert self.spec is not None
         found = []
-        for sealed in choose_groups(seal, self._spec.samples.groups):
+        for sealed in choose_groups(seal, self.spec.samples.groups):
             group = find_group(sealed.digest) if sealed.holder == self._me else None
             if group is not None:
                 found.append(_Held(group, sealed.digest, *self._stream.found(sealed.ref)))
         return found
 
     def _write(self, version: Version, held: tuple[_Held, ...]) -> None:
-        assert self._spec is not None
-        samples = self._spec.samples
+        assert self.spec is not None
+        samples = self.spec.samples
         groups = [self._kept(one, samples.characters) for one in held]
         write_samples(self._run_dir, version, self._me, groups)
         prune_steps(self._run_dir, samples.keep)
-        if self._blobs is not None and samples.picture_mib:
-            names = (picture.sha256 for group in groups for picture in group.all_pictures)
-            keep_pictures(self._run_dir, version, names, self._blobs)
-            prune_pictures(self._run_dir, samples.picture_mib << 20)
+        if self.blobs is not None and samples.picture_mib:
+            most = samples.picture_mib << 20
+            keep_pictures(step_folder(self._run_dir, version), choose_pictures(groups, most), self.blobs)
+            prune_pictures(self._run_dir, most)
 
     def _kept(self, held: _Held, characters: int) -> KeptGroup:
         try:
@@ -443,6 +461,159 @@ class SampleWriter:
         except GcoreError as error:
             text, answer = f"(the prompt cannot be read: {error})", ""
         return make_kept_group(held.group, held.digest, text, answer, self._me, characters)
+
+
+class HeldOutPictures:
+    """Keeps the pictures that the policy generated for held-out prompts, and draws the contact sheet of the run: the first,
+    the best and the newest evaluation side by side. `samples`: has the settings; writes no pictures without room.
+
+    Each controller links the displayed pictures that its blob store has, as soon as a part of an evaluation is recorded.
+    The first controller in the order of turns draws the sheet; the next ones draw it if it is still missing. The sheet
+    names its evaluations, so it is drawn once for them. Nodes that share no folder draw one each, with their own pictures.
+    If a file cannot be written, it is missing, and the error is reported.
+    """
+
+    def __init__(
+        self,
+        me: str,
+        look: Callable[[], JobMirror],
+        changes: ChangeSignal,
+        samples: SampleWriter,
+        warn: WarnPeople,
+        clock: Clock,
+    ) -> None:
+        self._me = me
+        self._look = look
+        self._changes = changes
+        self._samples = samples
+        self._warn = warn
+        self._clock = clock
+        self._noted: tuple[object, object] = (None, None)
+        self._known: set[tuple[Version, str]] = set()
+        self._drawn = ""
+        """Names the evaluations of the newest sheet that this controller drew or found."""
+
+    async def run(self) -> None:
+        """Keep pictures and draw the sheet when there are new ones, until cancelled."""
+        since: float | None = None
+        while True:
+            seen = self._changes.count
+            await self._keep()
+            if self._missing_sheet() is None:
+                since = None
+                if self._changes.count == seen:
+                    await self._changes.wait()
+                continue
+            now = self._clock.monotonic()
+            since = now if since is None else since
+            turn = since + TURN_SECONDS * turn_of(self._look().members, self._me, "sheet")
+            if now < turn:
+                await self._changes.wait(timeout=turn - now)
+            elif not await self._draw(patient=now < turn + SHEET_PATIENCE_S):
+                await self._clock.sleep(SHEET_RETRY_S)
+
+    async def finish(self) -> None:
+        """Keep the last pictures and draw the last sheet of an ended job. Takes a bounded time."""
+        await self._keep()
+        if self._missing_sheet() is not None:
+            await self._clock.sleep(COPY_TURN_S * turn_of(self._look().members, self._me, "sheet"))
+            if not await self._draw(patient=True):  # another controller is keeping its pictures now
+                await self._clock.sleep(SHEET_RETRY_S)
+                await self._draw(patient=False)
+
+    @property
+    def _most_bytes(self) -> int:
+        """The bound for all pictures of the run; 0 for a job that keeps none."""
+        spec = self._samples.spec
+        if spec is None or spec.rollout.diffusion is None or not self._samples.has_room:
+            return 0
+        return spec.samples.picture_mib << 20
+
+    async def _keep(self) -> None:
+        """Link the pictures that are new in the records."""
+        mirror, blobs = self._look(), self._samples.blobs
+        noted = (mirror.eval_parts, mirror.evaluations)
+        if blobs is None or not self._most_bytes or (noted[0] is self._noted[0] and noted[1] is self._noted[1]):
+            return
+        self._noted = noted
+        parts = (stored.record for stored in mirror.eval_parts.values())
+        shown = [(part.version, sha256) for part in parts for sha256 in self._fitting(part.shown, part.first)]
+        every = (stored.record for stored in mirror.evaluations.values())
+        shown += [(one.version, sha256) for one in every for sha256 in self._fitting(one.samples)]
+        new: dict[Version, list[str]] = {}
+        for version, sha256 in shown:
+            if (version, sha256) not in self._known:
+                new.setdefault(version, []).append(sha256)
+        self._known = set(shown)
+        if new:
+            await self._write("the pictures of an evaluation were not kept", partial(self._link, mirror, new, blobs))
+
+    def _fitting(self, samples: Sequence[EvalSample], first: int = 0) -> Iterator[str]:
+        """The SHA-256 of the pictures of the first prompts, so many that several evaluations fit into the bound. So all keep
+        the same prompts. `first`: index of the first sample in its set."""
+        assert self._samples.spec is not None
+        sets = len(self._samples.spec.eval.drawn)
+        room = self._most_bytes // EVALUATION_SHARE // EVALUATIONS_WHOLE // max(sets, 1)
+        places = Counter[str]()
+        for sample in samples:
+            place = first + places[sample.source]
+            places[sample.source] += 1
+            if sample.picture is not None and (place == 0 or (place + 1) * sample.picture.size <= room):
+                yield sample.picture.sha256
+
+    def _link(self, mirror: JobMirror, new: Mapping[Version, Sequence[str]], blobs: Path) -> bool:
+        for version, names in new.items():
+            keep_pictures(evaluation_folder(mirror.run_dir, version), names, blobs)
+        chosen = [one.version for one in self._chosen(mirror)]
+        spared = dict.fromkeys([*chosen[:1], *sorted(new, reverse=True), *reversed(chosen)])
+        prune_evaluations(mirror.run_dir, self._most_bytes, list(spared))
+        return True
+
+    def _chosen(self, mirror: JobMirror) -> list[Evaluation]:
+        """The evaluations of the sheet."""
+        assert self._samples.spec is not None
+        if mirror.head is None:
+            return []
+        every = (stored.record for stored in mirror.evaluations.values())
+        return evaluations_with_pictures(mirror.head.record, every, self._samples.spec.best_metric)
+
+    def _missing_sheet(self) -> str | None:
+        """Names the evaluations of the sheet that is not drawn yet; None if there is none to draw."""
+        if not self._most_bytes:
+            return None
+        name = " ".join(str(one.version) for one in self._chosen(self._look()))
+        return name if name not in ("", self._drawn) else None
+
+    async def _draw(self, *, patient: bool) -> bool:
+        """Draw the sheet, unless another controller has drawn it. False if pictures are missing, which others may still
+        add; without `patient` it is drawn without them."""
+        mirror, name = self._look(), self._missing_sheet()
+        if name is None:
+            return True
+        return await self._write(
+            "the contact sheet was not drawn", partial(self._draw_now, mirror, name, patient=patient)
+        )
+
+    def _draw_now(self, mirror: JobMirror, name: str, *, patient: bool) -> bool:
+        run_dir, job = mirror.run_dir, mirror.job_record
+        if read_stamp(run_dir / SHEET_FILE) != name:
+            steps = [sheet_step(one, run_dir) for one in self._chosen(mirror)]
+            if patient and any(picture.file is None for step in steps for picture in step.pictures):
+                return False
+            title = f"{job.full_name} ({job.uid})"
+            replace_file(run_dir / SHEET_FILE, draw_sheet(title, [held_out_section(steps)], stamp=name))
+        self._drawn = name
+        return True
+
+    async def _write(self, trouble: str, work: Callable[[], bool]) -> bool:
+        """Run `work` in a thread. True if it returned True, or failed, which is reported; it is not repeated."""
+        try:
+            return await asyncio.to_thread(work)
+        except (OSError, DataError) as error:
+            self._drawn = self._missing_sheet() or self._drawn
+            log.warning("%s: %s", trouble, error)
+            await self._warn("held-out-pictures", f"{trouble}: {error}")
+            return True
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,9 @@ depends on them.
 - `sampling_stats`: the prompts that the step used, and how many were filtered.
 - `source_stats`: numbers by data source. A key is a name of `PER_SOURCE` and a source, as in "reward/sums". Omitted for
   a job with a single source, because they would equal the numbers of the step.
+- `denoising_steps`, `pictures_per_second`: only of policies that generate pictures. There the numbers that others have in tokens
+  count trained denoising steps: `response_length` is their mean per picture too. `tokens` counts the image tokens of these steps,
+  which ranks compute.
 - `part_stats`: means of the reward parts. A group carries the means over its samples. A step's number is the mean over the groups of those
   sources whose rewards have the part. A part that a sample lacks (for example no length penalty) counts as 0.
 """
@@ -94,6 +97,9 @@ class StepTimer:
         samples = [n for group in seal.groups for n in group.own_tokens]
         computed = sum(n for group in seal.groups for n in group.response_tokens)
         tokens = computed + sum(group.prompt_tokens * len(group.response_tokens) for group in seal.groups)
+        pictures = any(group.step_tokens for group in seal.groups)
+        if pictures:
+            tokens = sum(group.step_tokens * n for group in seal.groups for n in group.response_tokens)
         stats = {
             "reward": sum(group.reward for group in seal.groups) / len(seal.groups),
             "samples": float(len(samples)),
@@ -101,6 +107,7 @@ class StepTimer:
             "response_length": sum(samples) / len(samples),
             "truncated": truncated_share(seal.groups),
         } | sampled
+        stats |= {"denoising_steps": stats["response_length"]} if pictures else {}
         stats |= {"parts": float(len(seal.parts))} if seal.parts else {}
         stats |= staleness_stats(seal) if view.rules.staleness else {}
         stats |= source_stats(seal.groups, seal.outcomes, several=len(view.spec.data.sources) > 1)
@@ -125,6 +132,7 @@ class StepTimer:
                 "wait_for_batch_s": self._ready - self._began - streamed,
                 "tokens_per_second": tokens / seconds,
             } | self.engines.stats(now)
+            stats |= {"pictures_per_second": len(samples) / seconds} if pictures else {}
         return stats
 
 
@@ -218,6 +226,17 @@ def drop_reward_stats(stats: Mapping[str, float]) -> dict[str, float]:
         for key, value in stats.items()
         if key not in unscored and ((found := split_source_key(key)) is None or found[0] not in unscored)
     }
+
+
+IN_TOKENS = frozenset({"response_length", "response_length_before_filter", "truncated", "tokens_per_second"})
+"""Metrics of responses in tokens."""
+
+
+def drop_token_stats(stats: Mapping[str, float]) -> dict[str, float]:
+    """Remove what counts tokens of responses from the metrics of a step whose responses are generated pictures, for display.
+    Metrics of other steps are returned unchanged."""
+    pictures = "denoising_steps" in stats
+    return {key: value for key, value in stats.items() if not pictures or key.partition("/")[0] not in IN_TOKENS}
 
 
 def truncated_sources(stats: Mapping[str, float], only: str) -> list[str]:

@@ -23,7 +23,7 @@ from urllib.parse import parse_qs
 
 from controllers.api.edge.access import NOBODY_IS_TOLD_APART, Caller, acting_as
 from controllers.api.edge.errors import NotFound
-from controllers.web.content import PageContent, Tree
+from controllers.web.content import PageContent, ServedPicture, Tree
 from gcore.errors import GcoreError, StoreUnavailable
 
 if TYPE_CHECKING:
@@ -35,6 +35,9 @@ ANSWER_S = 10.0
 """Timeout of a request in seconds."""
 
 UID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+PICTURE = re.compile(r"pictures/((?:evaluation-)?[0-9]{1,18}-[0-9]{1,18})/([0-9a-f]{64})", re.ASCII)
+"""Path of a picture below that of a job: its folder of samples and its SHA-256."""
+
 MOST_DIGITS = 18
 
 SAFE = [
@@ -45,7 +48,7 @@ SAFE = [
     ("Cross-Origin-Resource-Policy", "same-origin"),
 ]
 
-Answer = Tree | list[Tree]
+Answer = Tree | list[Tree] | ServedPicture
 Who = Callable[["WSGIEnvironment"], Caller]
 """Identifies the caller of a request."""
 
@@ -95,9 +98,12 @@ class PageApp:
         if rest == "slots":
             return functools.partial(self._shown.slots, place)
         if rest == "pictures":
-            return functools.partial(self._shown.pictures, place)
+            step = parse_number(query, "step")
+            return functools.partial(self._shown.pictures, place, None if step < 0 else step)
+        if picture := PICTURE.fullmatch(rest):
+            return functools.partial(self._shown.picture, place, *picture.groups())
         if rest == "":
-            return functools.partial(self._shown.job, place, parse_after(query))
+            return functools.partial(self._shown.job, place, parse_number(query, "after"))
         return None
 
     def _ask(self, question: Callable[[], Coroutine[Any, Any, Answer]], caller: Caller) -> tuple[str, Answer]:
@@ -129,13 +135,16 @@ async def _for(caller: Caller, question: Callable[[], Coroutine[Any, Any, Answer
         return await question()
 
 
-def parse_after(query: str) -> int:
-    """The sequence number after which events are requested; -1 (all) if absent or invalid."""
-    said = parse_qs(query, max_num_fields=8).get("after", ["-1"])[-1] if query.count("&") < 8 else "-1"
+def parse_number(query: str, name: str) -> int:
+    """The number that a query has under `name`; -1 if absent or invalid."""
+    said = parse_qs(query, max_num_fields=8).get(name, ["-1"])[-1] if query.count("&") < 8 else "-1"
     return int(said) if said.isascii() and said.isdigit() and len(said) <= MOST_DIGITS else -1
 
 
 def _answer(start_response: StartResponse, status: str, tree: Answer) -> Iterable[bytes]:
+    if isinstance(tree, ServedPicture):
+        start_response(status, [("Content-Type", tree.media_type), *SAFE])
+        return [tree.data]
     start_response(status, [("Content-Type", "application/json"), *SAFE])
     return [json.dumps(tree, separators=(",", ":")).encode()]
 
@@ -156,7 +165,7 @@ def content_security_policy(text: str) -> str:
             f"script-src {_hashes(scripts)}",
             f"style-src {_hashes(styles)}",
             "connect-src 'self'",
-            "img-src data:",
+            "img-src data: blob:",
             "base-uri 'none'",
             "form-action 'none'",
             "frame-ancestors 'none'",

@@ -2,8 +2,8 @@
 
 A caller sees only jobs of their namespaces. Responses, specs and logs are never shown. Curves come from the end of `metrics.jsonl`, without steps
 that a rollback discarded; if there are too many points, they are thinned out evenly, and the newest is kept. Timelines come from the end of
-the slot accounting, each node by its own clock. Pictures are those of some prompts of the newest kept samples. All of them read a bounded
-part of the files and block on the disk.
+the slot accounting, each node by its own clock. Pictures are those of some prompts of a step's kept samples, and of some held-out prompts.
+All of them read a bounded part of the files and block on the disk.
 
 `FileCache` caches file contents of the most recently viewed runs until the files change, so that several viewers of a job cause one read per step. If the
 disk hangs, one thread blocks; other requests give up after `TURN_S` seconds, because the daemon has few threads.
@@ -14,11 +14,12 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import hashlib
 import math
 import os
 import threading
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -29,16 +30,20 @@ from controllers.api.job_messages import add_news, add_queue_positions, describe
 from controllers.api.store_reader import StoreReader
 from controllers.rules.waits import current_waits
 from controllers.telemetry.events import Event, EventLog
+from controllers.telemetry.step_stats import drop_token_stats
 from gcore.api.v1 import jobs_pb2 as pb
+from gcore.config.data import ACCURACY_OR_REWARD, NO_BEST
 from gcore.config.node import EVERY_ADDRESS
+from gcore.ledger.evaluation import evaluations_with_pictures
 from gcore.ledger.mirror import JobMirror
-from gcore.ledger.records.job import METRICS_FILE, Move
+from gcore.ledger.records.job import METRICS_FILE, Evaluation, KeptPicture, Move
 from gcore.ledger.records.slot_accounting import FOLDER, AccountLine, parse_line
 from gcore.observability import samples
 from gcore.observability.metrics_file import Line, decode_line
 from gcore.schema import UnreadableRecord
 from gcore.store.keys import DEFAULT_NAMESPACE, JobKeys, full_name
 from gcore.system.clock import Clock
+from gcore.types import Version
 from placement.moves import move_in_words, numbers_in_words, outcome_in_words
 
 if TYPE_CHECKING:
@@ -68,6 +73,7 @@ NAMES = (
     "staleness",
     "filter_rate",
     "tokens_per_second",
+    "pictures_per_second",
     "seconds",
     "publish_s",
     "collect_s",
@@ -86,12 +92,13 @@ MOST_NODES = 64
 MOST_SLOTS = 256
 """Maximum number of rows of the timeline over all nodes."""
 
-MOST_RUNS = 16
-"""Maximum number of runs in a cache."""
+MOST_CACHED = 16
+"""Maximum number of runs, or of steps of runs, in a cache."""
 
 TURN_S = 1.0
 """Seconds that a request waits for another one to finish reading a file."""
 
+K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")
 
 MOST_PROMPT = 200
@@ -152,7 +159,7 @@ def build_curves(lines: Iterable[Line], *, partial: bool = False) -> Curves:
             steps = {at: one for at, one in steps.items() if at <= step}
             evals = {at: one for at, one in evals.items() if at <= step}
         elif kind == "step":
-            steps[step] = _numbers(line)
+            steps[step] = drop_token_stats(_numbers(line))
         elif kind == "eval":
             evals[step] = _numbers(line)
     curves = Curves(newest=max(steps, default=0), partial=partial)
@@ -240,92 +247,235 @@ def _add(found: SlotTimelines, lines: list[AccountLine]) -> None:
 
 
 MOST_PICTURES = 8
-"""Maximum number of prompts whose pictures are shown, of pictures of one prompt, and of those of tools in its responses."""
+"""Maximum number of prompts whose pictures are shown, of pictures of one prompt, and of those in its responses."""
 
-PICTURE_MOST_BYTES = 64 << 10
-"""Maximum size of a picture that is shown; of a larger one the page shows the SHA-256."""
+PICTURE_MOST_BYTES, GENERATED_MOST_BYTES = 64 << 10, 8 << 10
+"""Maximum size of a picture of a prompt or tool, and of a generated one, that is sent within the JSON. A larger one has a URL."""
+
+SERVED_MOST_BYTES = 8 << 20
+"""Maximum size of a picture that is sent; of a larger one the page shows the SHA-256."""
+
+MOST_PICTURE_STEPS = 400
+"""Maximum number of steps to choose from: the newest."""
 
 MEDIA_TYPES = {".png": "image/png", ".jpg": "image/jpeg", ".webp": "image/webp"}
 
 
 @dataclass
+class ShownPicture:
+    """A picture. `url`: a data URL, or a path below that of the job; empty if the file was deleted or is too large.
+    `height`: in pixels. `reward`: of a generated picture."""
+
+    sha256: str
+    url: str
+    height: int
+    reward: float | None = None
+
+
+@dataclass
 class ShownPrompt:
-    """A prompt with pictures, and the mean reward of its responses. `pictures`: SHA-256 and data URL of each; the URL is
-    empty if the file was deleted or is too large. `of_tools`: the same of pictures that tools returned in its responses."""
+    """A prompt with pictures, and the mean reward of its responses. `of_tools`: pictures that tools returned in its
+    responses. `generated`: its responses, if the policy generates pictures."""
 
     prompt: str
     mean_reward: float
-    pictures: list[tuple[str, str]] = field(default_factory=list)
-    of_tools: list[tuple[str, str]] = field(default_factory=list)
+    pictures: list[ShownPicture] = field(default_factory=list)
+    of_tools: list[ShownPicture] = field(default_factory=list)
+    generated: list[ShownPicture] = field(default_factory=list)
 
 
 @dataclass
 class ShownPictures:
-    """Pictures of some prompts of step `step`."""
+    """Pictures of some prompts of step `step`. `steps`: the steps that have samples."""
 
     step: int = 0
+    steps: list[int] = field(default_factory=list)
     prompts: list[ShownPrompt] = field(default_factory=list)
 
 
-def read_pictures(run_dir: Path) -> ShownPictures:
-    """Read the pictures of the first prompts of the newest kept step. Raises OSError and UnreadableRecord."""
-    kept = samples.kept_steps(run_dir)
-    if not kept:
+@dataclass(frozen=True, slots=True)
+class PicturesKey:
+    """Names the pictures of a step in a run folder. `step` None: of the newest one that is kept."""
+
+    run_dir: Path
+    step: int | None = None
+
+
+def read_pictures(key: PicturesKey) -> ShownPictures:
+    """Read the pictures of the first prompts of a step; of the newest one if it is not kept. Raises OSError and
+    UnreadableRecord."""
+    kept = samples.kept_steps(key.run_dir)
+    version = _version_of(kept, key.step)
+    if version is None:
         return ShownPictures()
-    version = kept[-1]
-    found = ShownPictures(version.step)
-    for line in samples.list_groups(run_dir, version):
+    found = ShownPictures(version.step, sorted({one.step for one in kept})[-MOST_PICTURE_STEPS:])
+    folder = samples.step_folder(key.run_dir, version)
+    for line in samples.list_groups(key.run_dir, version):
         group = samples.read_group(line)
         if group.all_pictures and len(found.prompts) < MOST_PICTURES:
-            shown = []
-            for pictures in (group.pictures, [one for sample in group.samples for one in sample.pictures]):
-                names = list(dict.fromkeys(one.sha256 for one in pictures))[:MOST_PICTURES]
-                shown.append([(name, _data_url(samples.find_picture(run_dir, version, name))) for name in names])
-            found.prompts.append(ShownPrompt(group.prompt.text[:MOST_PROMPT], group.mean_reward, *shown))
+            of_tools = [one for sample in group.samples for one in sample.pictures]
+            shown = ShownPrompt(group.prompt.text[:MOST_PROMPT], group.mean_reward)
+            shown.pictures, shown.of_tools = (_distinct(folder, one) for one in (group.pictures, of_tools))
+            responses = [(one.picture, one.reward) for one in group.samples if one.picture is not None]
+            shown.generated = [_shown(folder, *one, most=GENERATED_MOST_BYTES) for one in responses[:MOST_PICTURES]]
+            found.prompts.append(shown)
     return found
 
 
-def pictures_stamp(run_dir: Path) -> object:
-    """A value that changes when there are newer samples: the files of the newest kept step. Raises OSError."""
-    return [
-        (str(file), file.stat().st_size)
-        for version in samples.kept_steps(run_dir)[-1:]
-        for file in sorted(samples.step_folder(run_dir, version).glob("[!.]*"))
-    ]
+def _version_of(kept: Sequence[Version], step: int | None) -> Version | None:
+    """The newest version of `step`, or of all if that is not kept; None if there is none."""
+    return max((one for one in kept if one.step == step), default=max(kept, default=None))
 
 
-def _data_url(file: Path | None) -> str:
+def pictures_stamp(key: PicturesKey) -> object:
+    """A value that changes when a step has newer samples: the kept steps, and the files of this one. Raises OSError."""
+    kept = samples.kept_steps(key.run_dir)
+    version = _version_of(kept, key.step)
+    return kept, [] if version is None else _sizes(samples.step_folder(key.run_dir, version))
+
+
+def _sizes(folder: Path) -> list[tuple[str, int]]:
+    return [(str(file), file.stat().st_size) for file in sorted(folder.glob("[!.]*"))]
+
+
+def _distinct(folder: Path, pictures: Iterable[KeptPicture]) -> list[ShownPicture]:
+    each = list({one.sha256: one for one in pictures}.values())[:MOST_PICTURES]
+    return [_shown(folder, one) for one in each]
+
+
+def _shown(
+    folder: Path, picture: KeptPicture, reward: float | None = None, *, most: int = PICTURE_MOST_BYTES
+) -> ShownPicture:
+    """A kept picture, with its bytes if it has at most `most`."""
+    url = ""
+    file = samples.find_in(folder, picture.sha256)
     with contextlib.suppress(FileNotFoundError):
-        if file is not None and file.stat().st_size <= PICTURE_MOST_BYTES:
-            return f"data:{MEDIA_TYPES[file.suffix]};base64,{base64.b64encode(file.read_bytes()).decode()}"
-    return ""
+        if file is not None and file.stat().st_size <= most:
+            url = f"data:{MEDIA_TYPES[file.suffix]};base64,{base64.b64encode(file.read_bytes()).decode()}"
+        elif file is not None and file.stat().st_size <= SERVED_MOST_BYTES:
+            url = f"pictures/{folder.name}/{picture.sha256}"
+    return ShownPicture(picture.sha256, url, picture.height, reward)
 
 
-class FileCache(Generic[T]):
-    """Caches what `read` returns for the most recently viewed run folders.
+@dataclass(frozen=True, slots=True)
+class ServedPicture:
+    """The bytes of a picture."""
+
+    media_type: str
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class PictureKey:
+    """Names a picture in a folder of samples."""
+
+    folder: Path
+    sha256: str
+
+
+def picture_stamp(key: PictureKey) -> object:
+    """A value that changes when a picture is kept or deleted: its file."""
+    return samples.find_in(key.folder, key.sha256)
+
+
+def read_picture(key: PictureKey) -> ServedPicture | None:
+    """Read a kept picture; None if it was deleted, is too large, or has other bytes than its name says, as a link to
+    another file. Raises OSError."""
+    file = samples.find_in(key.folder, key.sha256)
+    if file is None or file.stat().st_size > SERVED_MOST_BYTES:
+        return None
+    data = file.read_bytes()
+    return ServedPicture(MEDIA_TYPES[file.suffix], data) if hashlib.sha256(data).hexdigest() == key.sha256 else None
+
+
+@dataclass
+class ShownHeldOut:
+    """A held-out prompt, and its picture in each of the shown evaluations. `right`: whether each reward reaches the threshold;
+    None without a score."""
+
+    prompt: str
+    pictures: list[ShownPicture | None] = field(default_factory=list)
+    right: list[bool | None] = field(default_factory=list)
+
+
+@dataclass
+class ShownEvaluations:
+    """Held-out pictures of the first, the best and the newest evaluation. `steps`: after which the evaluations were."""
+
+    steps: list[int] = field(default_factory=list)
+    prompts: list[ShownHeldOut] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class HeldOutKey:
+    """Names evaluations of a run. `evaluations`: by ascending step."""
+
+    run_dir: Path
+    versions: tuple[Version, ...]
+    evaluations: tuple[Evaluation, ...] = field(compare=False, default=())
+
+
+def read_held_out(key: HeldOutKey) -> ShownEvaluations:
+    """Read the pictures of the first held-out prompts. Raises OSError."""
+    found = ShownEvaluations([version.step for version in key.versions])
+    cards: dict[tuple[str, str, int], ShownHeldOut] = {}
+    for place, evaluation in enumerate(key.evaluations):
+        folder = samples.evaluation_folder(key.run_dir, evaluation.version)
+        seen: Counter[tuple[str, str]] = Counter()
+        for sample in evaluation.samples:
+            name = (sample.source, sample.prompt)
+            seen[name] += 1
+            full = (*name, seen[name])
+            if sample.picture is None or (full not in cards and len(cards) == MOST_PICTURES):
+                continue
+            empty = ShownHeldOut(sample.prompt[:MOST_PROMPT], [None] * len(key.versions), [None] * len(key.versions))
+            card = cards.setdefault(full, empty)
+            card.pictures[place] = _shown(folder, sample.picture, sample.reward, most=GENERATED_MOST_BYTES)
+            card.right[place] = None if sample.unscored else sample.correct
+    found.prompts = list(cards.values())
+    return found
+
+
+def held_out_stamp(key: HeldOutKey) -> object:
+    """A value that changes when pictures of the evaluations are kept or deleted. Raises OSError."""
+    return [_sizes(samples.evaluation_folder(key.run_dir, version)) for version in key.versions]
+
+
+def held_out_key(mirror: JobMirror) -> HeldOutKey:
+    """Choose the first, the best and the newest evaluation with pictures on the job's chain."""
+    best = mirror.job_record.spec.get("checkpoint", {}).get("best")
+    every = [stored.record for stored in mirror.evaluations.values()]
+    metric = None if best == NO_BEST else best or ACCURACY_OR_REWARD
+    chosen = evaluations_with_pictures(mirror.head.record, every, metric) if mirror.head is not None else []
+    return HeldOutKey(mirror.run_dir, tuple(one.version for one in chosen), tuple(chosen))
+
+
+class FileCache(Generic[K, T]):
+    """Caches what `read` returns for the `most` most recently viewed keys, such as run folders.
 
     `stamp`: returns a value that changes when the files have new content; then `read` is called again. Their errors
     pass through.
     """
 
-    def __init__(self, stamp: Callable[[Path], object], read: Callable[[Path], T]) -> None:
+    def __init__(self, stamp: Callable[[K], object], read: Callable[[K], T], most: int = MOST_CACHED) -> None:
+        self._most = most
         self._stamp = stamp
         self._read = read
-        self._known: OrderedDict[Path, tuple[object, T]] = OrderedDict()
+        self._known: OrderedDict[K, tuple[object, T]] = OrderedDict()
         self._turn = threading.Lock()
 
-    def of(self, run_dir: Path) -> T:
-        """Return the content for a run folder. Raises TimeoutError (an OSError) if an earlier read does not finish in
+    def of(self, key: K) -> T:
+        """Return the content for a key. Raises TimeoutError (an OSError) if an earlier read does not finish in
         `TURN_S` seconds."""
         if not self._turn.acquire(timeout=TURN_S):
-            raise TimeoutError(f"{run_dir} was not read: an earlier read has not finished; the disk may hang")
+            raise TimeoutError(f"{key} was not read: an earlier read has not finished; the disk may hang")
         try:
-            now = self._stamp(run_dir)
-            known = self._known.get(run_dir)
+            now = self._stamp(key)
+            known = self._known.get(key)
             if known is None or known[0] != now:
-                known = self._known[run_dir] = now, self._read(run_dir)
-            self._known.move_to_end(run_dir)
-            while len(self._known) > MOST_RUNS:
+                known = self._known[key] = now, self._read(key)
+            self._known.move_to_end(key)
+            while len(self._known) > self._most:
                 self._known.popitem(last=False)
             return known[1]
         finally:
@@ -349,6 +499,8 @@ class PageContent:
         self._curves = FileCache(curves_stamp, read_curves)
         self._timelines = FileCache(timelines_stamp, read_timelines)
         self._pictures = FileCache(pictures_stamp, read_pictures)
+        self._held_out = FileCache(held_out_stamp, read_held_out)
+        self._served = FileCache(picture_stamp, read_picture, most=1)
 
     async def cluster(self) -> Tree:
         """The jobs that the caller may see, newest first, and the nodes of the cluster."""
@@ -414,14 +566,26 @@ class PageContent:
             found = SlotTimelines()
         return found.tree()
 
-    async def pictures(self, uid: str) -> Tree:
-        """Pictures of some prompts of the newest step whose samples are kept."""
+    async def pictures(self, uid: str, step: int | None = None) -> Tree:
+        """Pictures of some prompts of a step whose samples are kept, None: of the newest one, and held-out pictures."""
         mirror = await self._mirror(uid)
-        try:
-            found = await asyncio.to_thread(self._pictures.of, mirror.run_dir)
-        except (OSError, UnreadableRecord):
-            found = ShownPictures()
-        return asdict(found)
+        found, held_out = ShownPictures(), ShownEvaluations()
+        with contextlib.suppress(OSError, UnreadableRecord):
+            found = await asyncio.to_thread(self._pictures.of, PicturesKey(mirror.run_dir, step))
+        with contextlib.suppress(OSError):
+            held_out = await asyncio.to_thread(self._held_out.of, held_out_key(mirror))
+        return asdict(found) | {"held_out": asdict(held_out)}
+
+    async def picture(self, uid: str, folder: str, sha256: str) -> ServedPicture:
+        """The bytes of a kept picture. `folder`: its folder of samples."""
+        mirror = await self._mirror(uid)
+        key = PictureKey(mirror.run_dir / samples.FOLDER / folder, sha256)
+        with contextlib.suppress(OSError):
+            if (found := await asyncio.to_thread(self._served.of, key)) is not None:
+                return found
+        raise NotFound(
+            f"there is no picture {sha256} in {folder[:40]!r}", fix="It was deleted, or is too large for the page"
+        )
 
     async def _mirror(self, uid: str) -> JobMirror:
         """The records of a job, from its runner or else from the store. Raises NotFound if the caller may not see the

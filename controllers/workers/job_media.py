@@ -56,8 +56,7 @@ Pictures = tuple[PictureRef, ...]
 
 
 class JobMedia:
-    """The media of a job on this controller. `me`: this incarnation. `tool_bytes`: upper bound for the bytes of the pictures
-    that tools return in a group. `held`: returns the prompts that this controller produces or holds groups of. `worlds`:
+    """The media of a job on this controller. `me`: this incarnation. `held`: returns the prompts that this controller produces or holds groups of. `worlds`:
     returns the train worlds whose ranks on this node may need their blobs; empty: not known yet. `changes`: notified when
     they change. `warn`: called with what is wrong with the store of this node, and with an empty sentence when that is over.
     """
@@ -72,7 +71,6 @@ class JobMedia:
         changes: ChangeSignal,
         warn: Callable[[str], None],
         clock: Clock,
-        tool_bytes: int = 0,
     ) -> None:
         self._blobs = blobs
         self._uid = uid
@@ -95,13 +93,13 @@ class JobMedia:
         self._used: Counter[Pictures] = Counter()
         """How often pictures are in use beside that."""
         self._reserved: dict[Pictures | PromptRef, int] = {}
-        """Bytes that are reserved for the blobs of pictures that are not stored yet, and of those that tools may return in
-        responses to a prompt."""
-        self._tool_bytes = tool_bytes
+        """Bytes that are reserved for the blobs of pictures that are not stored yet, and of those that may be made for the responses
+        to a prompt."""
         self._reserving = asyncio.Lock()
 
-    async def reserve(self, prompt: Prompt) -> bool:
-        """Reserve room in the store for a prompt that will be sampled; return whether there is room.
+    async def reserve(self, prompt: Prompt, made_bytes: int = 0) -> bool:
+        """Reserve room in the store for a prompt that will be sampled; return whether there is room. `made_bytes`: upper bound
+        for the bytes of the blobs that are made for its responses: pictures of tools, or those that the policy generates.
 
         A store that does not answer counts as room: making the blobs then fails, with the reason.
         """
@@ -109,8 +107,8 @@ class JobMedia:
         async with self._reserving:
             if pictures and pictures not in self._making and pictures not in self._reserved:
                 more[pictures] = sum(one.size for one in pictures)
-            if self._tool_bytes:
-                more[prompt.ref] = self._tool_bytes
+            if made_bytes:
+                more[prompt.ref] = made_bytes
             if more and not await self._set_reservation(self._reserved | more):
                 return False
             self._reserved |= more
@@ -135,12 +133,13 @@ class JobMedia:
             client = await self._blobs.client(self._uid)
             await client.pin(self._me, sorted(names), PIN_S)
             blobs = [Blob(one.sha256, one.size) for one in media]
-            found = await client.fetch(blobs, self._blobs.nodes_with_stores())
+            found = await client.fetch(blobs, self._blobs.nodes_with_stores(), holder=self._me)
         except GcoreError as error:
             raise _failed_here(error) from error
         if lacking := names - found.present:
             raise EngineError(f"no blob store has blob {min(lacking)} of a response to prompt {ref}", fix=AGAIN)
         self._made.setdefault(ref, set()).update(names)
+        await self._lower_reservation(ref, sum({one.sha256: one.size for one in media}.values()))
 
     async def end_sampling(self, ref: PromptRef) -> None:
         """End the reservation for pictures of tools: all responses to the prompt are finished."""
@@ -155,6 +154,12 @@ class JobMedia:
             return await client.reserve(TRANSFERS, size, PIN_S)
         except GcoreError:
             return True
+
+    async def _lower_reservation(self, ref: PromptRef, stored: int) -> None:
+        """Lower the reservation for responses to a prompt by the bytes of blobs that are stored now."""
+        if ref in self._reserved:
+            self._reserved[ref] = max(self._reserved[ref] - stored, 0)
+            await self._renew_reservation()
 
     async def _renew_reservation(self) -> None:
         """Set the reservation at the store to the present one. It waits for one that is being raised, so that the store does
@@ -219,9 +224,7 @@ class JobMedia:
         controller holds the prompt. Raises as `of`."""
         self.keep(ref, (picture,))
         (medium,) = await self._of_pictures((picture,))
-        if ref in self._reserved:
-            self._reserved[ref] = max(self._reserved[ref] - medium.size, 0)
-            await self._renew_reservation()
+        await self._lower_reservation(ref, medium.size)
         return medium
 
     @contextlib.asynccontextmanager
@@ -231,11 +234,20 @@ class JobMedia:
             yield self.picture_files(media)
 
     def picture_files(self, media: Iterable[Medium]) -> tuple[PictureFile, ...]:
-        """Where the store of this node keeps pictures."""
-        pictures = [one for one in media if one.kind == "picture"]
-        return tuple(
-            PictureFile(str(self.folder / blob_path(one.sha256)), one.sha256, *one.shape[:2]) for one in pictures
-        )
+        """Where the store of this node keeps pictures of prompts and tools."""
+        return tuple(self._file(one) for one in media if one.kind == "picture")
+
+    def generated_picture(self, media: Iterable[Medium]) -> PictureFile:
+        """Where the store of this node keeps the picture that the policy generated. Raises EngineError if there is none, so
+        that the prompt is sampled again."""
+        made = [one for one in media if one.kind == "decoded"]
+        if len(made) != 1:
+            raise EngineError(f"the engine returned {len(made)} pictures for a response, instead of 1", fix=AGAIN)
+        return self._file(made[0])
+
+    def _file(self, picture: Medium) -> PictureFile:
+        path = self.folder / blob_path(picture.sha256)
+        return PictureFile(str(path), picture.sha256, *picture.shape[:2])
 
     @contextlib.asynccontextmanager
     async def stored(self, media: Collection[Medium]) -> AsyncIterator[None]:
@@ -336,7 +348,7 @@ class JobMedia:
         try:
             made = [await client.make_picture(one, self._me, PIN_S) for one in pictures]
         except DataError as error:
-            if any(Path(one.path).is_relative_to(self.folder) for one in pictures):  # pictures of tools, for a judge
+            if any(Path(one.path).is_relative_to(self.folder) for one in pictures):  # of a response, for a judge
                 raise EngineUnreachable(f"the blob store of this node: {error.what}", fix=AGAIN) from error
             raise PictureError(error.what, where=error.where, fix=error.fix) from error
         except GcoreError as error:

@@ -28,6 +28,8 @@ ENGINE_COMMANDS: Mapping[str, tuple[str, ...]] = {
     "torch": (sys.executable, "-P", "-m", "gcore.engines.torch"),
     "sglang": (sys.executable, "-P", "-m", "gcore.engines.sglang"),
     "hf": (sys.executable, "-P", "-m", "gcore.engines.hf"),
+    "diffusers": (sys.executable, "-P", "-m", "gcore.engines.diffusers"),
+    "sglang-diffusion": (sys.executable, "-P", "-m", "gcore.engines.sglang_diffusion"),
 }
 """Commands of the engines that start with this Python."""
 
@@ -35,7 +37,14 @@ RANK_COMMAND = (sys.executable, "-P", "-m", "gcore.train")
 # The former module name, kept for compatibility; the code is in `gcore.engines.emulated.rank`.
 EMULATED_RANK_COMMAND = (sys.executable, "-P", "-m", "gcore.emulated.rank")
 
-START_LIMITS_S: Mapping[str, float] = {"torch": 600.0, "hf": 600.0, "sglang": 1800.0, "vllm": 1800.0}
+START_LIMITS_S: Mapping[str, float] = {
+    "torch": 600.0,
+    "hf": 600.0,
+    "diffusers": 1800.0,
+    "sglang": 1800.0,
+    "sglang-diffusion": 1800.0,
+    "vllm": 1800.0,
+}
 """Maximum time from an engine's start to its serving. SGLang and vLLM load big models and capture CUDA graphs."""
 
 
@@ -88,20 +97,29 @@ def engine_document(
             document["adapters"] = spec.judge_adapters
             document["adapter_digests"] = dict(adapter_digests)
         command = ENGINE_COMMANDS[serving.engine]
+    elif serving.engine == "diffusers":
+        document |= {"kind": "diffusers", "average": spec.train.averages}
+        command = ENGINE_COMMANDS["diffusers"]
     else:
         environment = ENVIRONMENTS[serving.engine]
-        python = config.sglang_python if serving.engine == "sglang" else config.vllm_python
+        python = config.vllm_python if serving.engine == "vllm" else config.sglang_python
         if python is None:
             key = "rollout.engine" if judge is None else f"the engine of judge {judge.name!r}"
             missing = f"{key} is {serving.engine}, but node {config.node} has no {environment.name}"
             raise EngineMissing(missing, fix=environment.how)
         document |= {"kind": serving.engine, "engine_args": list(serving.engine_args)}
-        document["gpus"] = len(place.slots) if cuda else 1
-        if serving.engine == "sglang":
-            command = ENGINE_COMMANDS["sglang"]
-            document["python"] = python
-        else:
+        if serving.engine == "vllm":
             command = (python, "-P", program())
+        else:
+            command = ENGINE_COMMANDS[serving.engine]
+            document["python"] = python
+        if serving.engine == "sglang-diffusion":
+            document["dtype"] = "float32"  # SGLang rounds states to the network's type
+        else:
+            document["gpus"] = len(place.slots) if cuda else 1
+    if judge is None and spec.rollout.diffusion is not None:
+        how = spec.rollout.diffusion
+        document |= {"guidance": how.guidance, "height": how.height, "width": how.width}
     return LaunchDocument(command, document, device_env(*place.slots), START_LIMITS_S[serving.engine])
 
 
@@ -135,7 +153,10 @@ def emulated_host(
         for judge in spec.judges
         if judge.name in asked and judge.model is not None
     )
+    drawn = spec.rollout.diffusion
+    pictures = {} if drawn is None else {"guidance": drawn.guidance, "height": drawn.height, "width": drawn.width}
     return HostLaunch(
+        **pictures,
         name=name,
         node=config.node,
         job_uid=job_uid,

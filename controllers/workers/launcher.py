@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import re
 import uuid
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -35,86 +35,20 @@ from controllers.workers.launch_documents import (
     rank_command,
 )
 from gcore.api.tls import PLAIN, Connector
-from gcore.config.node import AUTO, JobLimits, NodeConfig
-from gcore.config.spec import uses_pictures
+from gcore.config.capabilities import PICTURE_ENGINES
+from gcore.config.node import NodeConfig
+from gcore.config.spec import uses_blobs
 from gcore.engines.emulated.launch import start_host
 from gcore.models.replicas import memory_folder, open_folder
-from gcore.system.cgroups import MOUNT, CannotLimit, group_of_process, limit_files, make_group, open_base, remove_group
 from gcore.system.clock import Clock
 from gcore.system.process import CannotStart, is_running, last_log_lines
 from gcore.system.slots import count_threads, is_cuda, worker_cores
 from gcore.types import Pool
+from gcore.worker.control_groups import JobGroups
 from gcore.worker.main import job_folder, start_worker, supervisor_log
 from gcore.worker.records import LaunchSpec, WorkerRecord
 
 log = logging.getLogger(__name__)
-
-DELEGATED = "daemon"
-"""Name of the subgroup in which systemd runs the daemon."""
-
-PREFIX = "job-"
-"""Prefix of the name of a job's control group; the job ID follows."""
-
-
-def groups_base(limits: JobLimits, mount: Path, own: str | None) -> Path:
-    """The folder in which the control groups of jobs are created, for a daemon in the group `own`. Raises CannotLimit
-    if there is none."""
-    if limits.cgroup != AUTO:
-        return Path(limits.cgroup)
-    if own is None:
-        raise CannotLimit("this machine has no control groups of version 2", where=str(mount))
-    parent, _, name = own.rpartition("/")
-    if name != DELEGATED or not parent:
-        raise CannotLimit(
-            f"the daemon's control group {own} is not delegated to it",
-            where="limits.cgroup",
-            fix="Start the daemon as deploy/systemd does (Delegate=yes, DelegateSubgroup=daemon), or set limits.cgroup to a group for jobs",
-        )
-    return mount / parent.lstrip("/")
-
-
-class JobGroups:
-    """The control groups of the jobs on one node."""
-
-    def __init__(self, limits: JobLimits, mount: Path = MOUNT, proc: Path = Path("/proc/self/cgroup")) -> None:
-        self._wanted = limit_files(memory_gib=limits.memory_gib, cpus=limits.cpus, pids=limits.pids)
-        self._base: Path | None = None
-        self.why_not = ""
-        """Why jobs run without the configured limits; empty if limits apply."""
-        if limits.of_groups:
-            try:
-                own = proc.read_text(encoding="utf-8") if proc.exists() else ""
-                base = groups_base(limits, mount, group_of_process(own))
-                open_base(base, self._wanted)
-                self._base = base
-            except (CannotLimit, OSError) as error:
-                self._cannot(error)
-
-    def group_of(self, job_uid: str) -> str:
-        """Create the control group of a job and return its folder; empty if jobs run without limits."""
-        if self._base is None:
-            return ""
-        group = self._base / f"{PREFIX}{job_uid}"
-        try:
-            make_group(group, self._wanted)
-        except CannotLimit as error:
-            self._cannot(error)
-            return ""
-        return str(group)
-
-    def sweep(self, active: Collection[str]) -> None:
-        """Remove the control groups of jobs that are not `active` and have no processes left."""
-        if self._base is None:
-            return
-        for group in self._base.glob(f"{PREFIX}*"):
-            if group.name.removeprefix(PREFIX) not in active:
-                remove_group(group)
-
-    def _cannot(self, error: Exception) -> None:
-        if not self.why_not:
-            log.warning("jobs run without the configured limits on memory, cores and processes: %s", error)
-        self.why_not = str(error)
-
 
 MAX_LAUNCHES = 5
 """Number of consecutive starts of a worker without success after which the job fails."""
@@ -209,7 +143,7 @@ class WorkerLauncher:
         }
         now = self._clock.monotonic()
         uid, blobs = view.mirror.keys.uid, ("", "")
-        if self._blobs is not None and uses_pictures(view.spec):
+        if self._blobs is not None and uses_blobs(view.spec):
             blobs = self._blobs.address, self._blobs.key_of(uid)
         launch = emulated_host(view.spec, self._config, uid, name, tuple(placed.values()), blobs)
         why, process = "", None
@@ -241,8 +175,7 @@ class WorkerLauncher:
             judge = action.place.judge
             role, world, rank = "reward" if judge else "rollout", None, None
             child = engine_document(view.spec, action.place, self._config, view.job.adapter_digests)
-            if self._blobs is not None and child.document["kind"] == "engine" and uses_pictures(view.spec):
-                child = replace(child, document={**child.document, "blobs": str(self._blobs.job_folder(uid))})
+            child = replace(child, document={**child.document, **self._engine_blobs(view, child.document["kind"])})
         else:
             judge, role, world, rank = "", "train", action.world, action.place.rank
             child = self._rank_child(action, view)
@@ -277,6 +210,15 @@ class WorkerLauncher:
         said = supervisor_log(instance, Path(self._config.home))
         return Launch(instance, process, self._clock.monotonic(), said, Path(launch.log_file))
 
+    def _engine_blobs(self, view: JobView, kind: str) -> dict[str, str]:
+        """Where an engine of this kind finds or puts blobs, as settings of its launch document."""
+        uid = view.mirror.keys.uid
+        if self._blobs is None or not uses_blobs(view.spec):
+            return {}
+        if kind in PICTURE_ENGINES:
+            return {"blob_store": self._blobs.address, "blob_key": self._blobs.key_of(uid), "job_uid": uid}
+        return {"blobs": str(self._blobs.job_folder(uid))} if kind == "engine" else {}
+
     def memory_dir(self, job_uid: str) -> Path:
         """The folder of in-memory copies of a job's train states on this node."""
         return memory_folder(Path(self._config.memory_dir), self._config.home, self._config.node, job_uid)
@@ -304,7 +246,7 @@ class WorkerLauncher:
             "nodes": [place.node for place in places],
             "memory_dir": str(memory) if makes_copies else "",
         }
-        if self._blobs is not None and uses_pictures(view.spec):
+        if self._blobs is not None and uses_blobs(view.spec):
             blobs = self._blobs.of_rank(view.mirror.keys.uid, action.world, action.place.rank)
             document["blobs"] = blobs.model_dump()
         env = device_env(slot) | interface_env(self._config) | {"DS_ACCELERATOR": "cuda" if is_cuda(slot) else "cpu"}

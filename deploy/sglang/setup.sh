@@ -28,10 +28,11 @@ $pip -r "$constraints" || fail "the pinned packages cannot be installed: $help"
 # Without dependencies, which are the CUDA packages.
 $pip --no-deps "$sglang" "$torchvision" || fail "SGLang cannot be installed: $help"
 site=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
-printf '%s\nimport torchvision_schemas\n' "$shims" > "$site/gcore_sglang_shims.pth"
+printf '%s\nimport torchvision_schemas\nimport diffusion_operators\n' "$shims" > "$site/gcore_sglang_shims.pth"
 say "checking that it can be imported"
 CUDA_VISIBLE_DEVICES="" OMP_NUM_THREADS=1 "$venv/bin/python" -W ignore -c '
 import sglang.launch_server
 import sglang.srt.entrypoints.http_server
+import sglang.multimodal_gen.runtime.launch_server
 ' || fail "SGLang is installed but cannot be imported: see the last lines above, then rm -r $venv and run this again"
 say "done"

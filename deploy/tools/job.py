@@ -20,9 +20,9 @@ JOB = Dashboard(
                 stat("Step time", "Duration of the last step, all phases.", "s", of_job("gcore_step_took_seconds")),
                 stat(
                     "Throughput",
-                    "Trained tokens per second in the last step.",
+                    "Trained tokens per second in the last step; generated pictures per second of a policy that generates pictures.",
                     "none",
-                    of_job("gcore_tokens_per_second"),
+                    f"{of_job('gcore_tokens_per_second')} or {of_job('gcore_pictures_per_second')}",
                 ),
             ],
         ),
@@ -68,9 +68,10 @@ JOB = Dashboard(
                 ),
                 line(
                     "Response length",
-                    "Mean number of tokens.",
+                    "Mean number of tokens; of generated pictures, of trained denoising steps.",
                     "none",
                     (of_job("gcore_response_tokens"), "{{job}}"),
+                    (of_job("gcore_denoising_steps"), "{{job}} denoising steps"),
                     least=0,
                 ),
             ],

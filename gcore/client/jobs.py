@@ -346,6 +346,10 @@ class JobsClient(ResumingStreams):
         Raises UsageError if the job does not exist or has no such samples; the error lists the steps that have samples.
         """
         request = v1_pb.GetSamplesRequest(job=job, step=step, source=source, order=order, limit=limit)
+        return await self.read_samples(request)
+
+    async def read_samples(self, request: v1_pb.GetSamplesRequest) -> list[v1_pb.SampleGroup]:
+        """Return the stored samples that `request` selects. Raises as `get_samples`."""
 
         async def read(stub: Any, timeout_s: float) -> list[v1_pb.SampleGroup]:
             return [group async for group in stub.GetSamples(request, timeout=timeout_s)]

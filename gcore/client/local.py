@@ -44,7 +44,7 @@ from gcore.errors import GcoreError, JobFailed, SpecError, UsageError, explain_o
 from gcore.ledger.records.job import METRICS_FILE
 from gcore.observability.events import JobEvent
 from gcore.observability.metrics_file import read_lines
-from gcore.observability.samples import find_kept, kept_steps, read_groups
+from gcore.observability.samples import find_kept, find_picture, kept_steps, read_groups
 from gcore.plugins import file_digest
 from gcore.reward.api import REWARDS, is_batch_reward
 from gcore.system.files import replace_file
@@ -188,7 +188,8 @@ class ScoredResponse:
 
     `step`: that step. `answer`: the expected answer, or empty. `parts`: parts of the reward by name. `tokens`: length
     of the response in tokens. `finish_reason`: why it ended, such as "stop" or "length". Long texts are cut off at
-    `samples.characters` of the spec.
+    `samples.characters` of the spec. `picture`: file of the picture that the policy generated in place of a text; None if
+    there is none, or if it was deleted.
     """
 
     step: int
@@ -200,6 +201,7 @@ class ScoredResponse:
     tokens: int
     finish_reason: str
     source: str
+    picture: Path | None = None
 
 
 class StepRows(list[dict[str, float]]):
@@ -281,6 +283,7 @@ class LocalRun:
             ScoredResponse(
                 version.step, group.prompt.text, sample.response.text, sample.reward, group.answer, dict(sample.parts),
                 sample.tokens, str(sample.finish_reason), group.source,
+                None if sample.picture is None else find_picture(self.folder, version, sample.picture.sha256),
             )
             for group in groups
             for sample in group.samples

@@ -146,6 +146,7 @@ class Listing(tuple[T, ...]):
         if not self:
             return "<em>none</em>"
         names = [name for name in getattr(self[0], "__slots__", ()) if name not in ("spec", "waiting", "run_dir")]
+        names = [name for name in names if any(getattr(one, name) is not None for one in self)]
         return html_table(names, [[getattr(one, name) for name in names] for one in self])
 
 

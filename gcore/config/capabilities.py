@@ -33,6 +33,7 @@ class EngineCapabilities:
     adapters: bool = _row("loads adapters alone (`train.lora.publish: adapter`)")
     judge_adapters: bool = _row("serves judges that are adapters of the policy's model (`judges[].adapter`)")
     judge_pictures: bool = _row("serves judges that see pictures (`judges[].images`)")
+    generates_pictures: bool = _row("generates pictures (`rollout.diffusion`), and no texts")
     pictures: str = _row("pictures in prompts")
     turn_pictures: bool = _row(
         "pictures in responses of several turns, such as those of tools (`environment.tools.max_pictures`)"
@@ -72,6 +73,7 @@ ENGINES: Mapping[str, EngineCapabilities] = {
         adapters=True,
         judge_adapters=True,
         judge_pictures=True,
+        generates_pictures=False,
         pictures="yes",
         turn_pictures=True,
         partial_updates=True,
@@ -91,6 +93,7 @@ ENGINES: Mapping[str, EngineCapabilities] = {
         adapters=False,
         judge_adapters=False,
         judge_pictures=False,
+        generates_pictures=False,
         pictures="Qwen3-VL",
         turn_pictures=False,
         partial_updates=False,
@@ -110,6 +113,7 @@ ENGINES: Mapping[str, EngineCapabilities] = {
         adapters=True,
         judge_adapters=False,
         judge_pictures=False,
+        generates_pictures=False,
         pictures="",
         turn_pictures=False,
         partial_updates=False,
@@ -129,11 +133,55 @@ ENGINES: Mapping[str, EngineCapabilities] = {
         adapters=True,
         judge_adapters=False,
         judge_pictures=False,
+        generates_pictures=False,
         pictures="yes",
         turn_pictures=True,
         partial_updates=True,
     ),
+    "diffusers": EngineCapabilities(
+        devices="CPU, or one GPU",
+        several_slots=False,
+        several_nodes=False,
+        arguments=False,
+        deterministic=False,
+        abort=False,
+        partial=False,
+        versions=True,
+        updates="folder",
+        sleeps_on=("CPU", "GPU"),
+        classifiers=False,
+        adapters=False,
+        judge_adapters=False,
+        judge_pictures=False,
+        generates_pictures=True,
+        pictures="",
+        turn_pictures=False,
+        partial_updates=False,
+    ),
+    "sglang-diffusion": EngineCapabilities(
+        devices="CPU, or one GPU",
+        several_slots=False,
+        several_nodes=False,
+        arguments=True,
+        deterministic=False,
+        abort=False,
+        partial=False,
+        versions=True,
+        updates="folder",
+        sleeps_on=("GPU",),
+        classifiers=False,
+        adapters=False,
+        judge_adapters=False,
+        judge_pictures=False,
+        generates_pictures=True,
+        pictures="",
+        turn_pictures=False,
+        partial_updates=False,
+    ),
 }
+
+PICTURE_ENGINES = tuple(name for name, engine in ENGINES.items() if engine.generates_pictures)
+"""Engines whose responses are pictures."""
 
 PICTURE_MODELS: Mapping[str, tuple[str, ...]] = {"sglang": ("qwen3_vl",)}
 """By engine: the model types of which it serves pictures. Other engines that serve pictures do so for all types that gcore
@@ -142,6 +190,10 @@ supports (`gcore.media.placeholders`)."""
 PICTURE_CLASSIFIERS = ("gemma3", "qwen3_5")
 """The model types of classifiers that see pictures. transformers has sequence-classification heads with pictures for no
 other type that gcore supports."""
+
+PICTURE_SCORERS = ("clip",)
+"""The model types of classifiers that score a picture, with a text or alone: CLIP scores, PickScore, HPSv2, and heads on
+embeddings of pictures."""
 
 BACKENDS: Mapping[str, BackendCapabilities] = {
     "deepspeed": BackendCapabilities(
@@ -173,7 +225,8 @@ BACKENDS: Mapping[str, BackendCapabilities] = {
 
 def having(known: Mapping[str, Any], capability: str) -> str:
     """Name the engines or backends of `known` that have a capability, for a sentence."""
-    return " or ".join(name for name, can in known.items() if getattr(can, capability))
+    *first, last = [name for name, can in known.items() if getattr(can, capability)]
+    return f"{', '.join(first)} or {last}" if first else last
 
 
 def lacking(known: Mapping[str, Any], word: str, name: str, settings: Mapping[str, tuple[str, bool]]) -> Iterator[str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import permutations
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
@@ -37,7 +38,7 @@ from gcore.config.base import (
     is_unset,
 )
 from gcore.config.capabilities import ENGINES, lacking
-from gcore.plugins import short_name
+from gcore.plugins import short_name, shown_name
 from gcore.types import LARGEST_REWARD
 
 DEFAULT_REWARD = "numeric"
@@ -46,6 +47,12 @@ DEFAULT_ANSWER = "answer"
 
 NEEDS_ANSWER = frozenset({"numeric", "math", "exact", "code"})
 """Built-in rewards that need an expected answer. A plug-in declares what it needs, unless the spec names a field."""
+
+STANDARD_EPS = 1e-8
+"""Default of `reward.std_eps`, as in DanceGRPO."""
+
+TEXT_REWARDS = frozenset({"numeric", "math", "exact", "regex", "length", "code", "environment", "agent"})
+"""Built-in rewards. All of them score texts."""
 
 MAX_PARTS = 16
 
@@ -97,10 +104,21 @@ class RewardSpec(Section):
     answer: str = Field(DEFAULT_ANSWER, description=ANSWER_HELP)
     options: dict[str, Option] = Field({}, description=OPTIONS_HELP)
     parts: tuple[RewardPart, ...] = Field((), description="Parts of a composed reward")
-    compose: Literal["sum", "gate", "min"] = Field(
+    compose: Literal["sum", "gate", "min", "standardised"] = Field(
         "sum",
         description="How parts combine. sum: the sum of weight times value. gate: if the first part is not positive, 0; otherwise the "
-        "sum of the other parts. min: the smallest weight times value",
+        "sum of the other parts. min: the smallest weight times value. standardised: the sum of weight times the value's distance from "
+        "the mean of its group, in deviations of the group; in evaluation as sum",
+    )
+    std_ddof: Literal[0, 1] = Field(
+        1,
+        exclude_if=lambda ddof: ddof == 1,
+        description="With compose: standardised. 1: deviation of a sample, as DanceGRPO. 0: of a population",
+    )
+    std_eps: Annotated[float, Field(ge=0)] = Field(
+        STANDARD_EPS,
+        exclude_if=lambda eps: eps == STANDARD_EPS,
+        description="With compose: standardised. What is added to the deviation",
     )
     timeout_s: PositiveFloat = Field(
         10.0, le=3600, description="Maximum time to score one response, in seconds; with a batch reward, one group"
@@ -124,6 +142,12 @@ class RewardSpec(Section):
     def _check_form(self) -> RewardSpec:
         if self.judge is not None and (self.name != DEFAULT_REWARD or self.options or self.parts):
             raise ValueError("set only one of judge, name (with options), and parts (with options of their own)")
+        if self.compose != "standardised" and (self.std_ddof, self.std_eps) != (1, STANDARD_EPS):
+            raise ValueError("std_ddof and std_eps need compose: standardised; set it, or leave them out")
+        if self.compose == "standardised" and self.timeout_value is not None:
+            raise ValueError(
+                "timeout_value replaces a whole reward, which compose: standardised computes from its group; leave one of them out"
+            )
         if not self.parts:
             if self.compose != "sum":
                 raise ValueError("compose needs parts, but there are none; list parts, or leave compose out")
@@ -160,6 +184,11 @@ class RewardSpec(Section):
         return tuple(dict.fromkeys(needed))
 
     @property
+    def compares_group(self) -> bool:
+        """Whether the reward of a response depends on the other responses of its group, apart from judges that compare them."""
+        return self.compose == "standardised"
+
+    @property
     def judges(self) -> tuple[str, ...]:
         """The judges that this reward names, without duplicates."""
         named = [self.judge, *(part.judge for part in self.parts)]
@@ -169,7 +198,7 @@ class RewardSpec(Section):
     def shown_as(self) -> str:
         """Name for display: that of the reward or judge; of a composed reward, such as `sum(math, length)`."""
         inner = ", ".join(part.shown_as for part in self.parts)
-        return f"{self.compose}({inner})" if self.parts else self.judge or self.name
+        return f"{self.compose}({inner})" if self.parts else self.judge or shown_name(self.name)
 
     def of_part(self, part: RewardPart) -> RewardSpec:
         """Return a reward section with `part` as the only reward. Raises ValueError if the part is a judge."""
@@ -416,8 +445,9 @@ class JudgeSpec(Section):
     images: bool = Field(
         False,
         exclude_if=lambda images: not images,
-        description="Show the prompt's pictures, and those that tools returned in a response, to the judge: a vision-language model, or a classifier with a vision part. "
-        "`images` or `prompt` in the template has the prompt's; `response`, or `response_images`, has those of tools",
+        description="Show the judge pictures: a vision-language model, or a classifier with a vision part. "
+        "`images` or `prompt` in the template has those of the prompt. `response`, or `response_images`, has those that tools returned "
+        "in the response, or the picture that the policy generated",
     )
     chat: bool = Field(
         False, description="Apply the tokenizer's chat template to the input; false: the input is plain text"
@@ -498,9 +528,10 @@ class JudgeSpec(Section):
         return self
 
     def _refuse_for_images(self) -> None:
-        if self.model is None:
-            other = "an external judge gets no pictures" if self.adapter is None else "adapters support no pictures"
-            raise ValueError(f"images needs a judge with a model, and {other}; leave images out")
+        if self.adapter is not None:
+            raise ValueError("images needs a judge with a model, and adapters support no pictures; leave images out")
+        if self.external is not None:
+            return
         for why in lacking(ENGINES, "serving.engine", self.serving.engine, {"images": ("judge_pictures", True)}):
             raise ValueError(why)
 
@@ -517,3 +548,36 @@ class JudgeSpec(Section):
         for name in ("temperature", "top_p", "max_new_tokens", "stop", "votes", "verdict"):
             if getattr(self, name) != JudgeSpec.model_fields[name].default:
                 raise ValueError(f"{name} needs kind: generative; a classifier returns one number. Leave {name} out")
+
+
+def picture_reward_problems(rewards: Iterable[tuple[str, RewardSpec]], judges: Sequence[JudgeSpec]) -> Iterator[str]:
+    """Yield a sentence for each reward that cannot score the pictures of a policy that generates pictures: a built-in one, which
+    reads text, or a judge that sees no pictures. `rewards`: by the name of the source that they score. `judges`: of the spec.
+    """
+    fix = "use a reward of your own that opens response.picture, or a judge with images: true"
+    for source, reward in rewards:
+        names = [part.name for part in reward.parts] if reward.parts else [None if reward.judge else reward.name]
+        for name in names:
+            if name in TEXT_REWARDS:
+                yield f"reward {name!r} of source {source!r} reads text, but the policy generates pictures; {fix}"
+    for number, judge in enumerate(judges):
+        if isinstance(judge.on_error, Fallback) and judge.on_error.fallback in TEXT_REWARDS:
+            yield (
+                f"judges.{number}.on_error.fallback is {judge.on_error.fallback!r}, which reads text, but the policy generates "
+                f"pictures; {fix}"
+            )
+        if not judge.images and judge.adapter is None:
+            yield (
+                f"judge {judge.name!r} sees no pictures, but the policy generates pictures; set judges.{number}.images: true"
+            )
+
+
+def group_reward_problems(rewards: Iterable[tuple[str, RewardSpec]], samples: int) -> Iterator[str]:
+    """Yield a sentence for each reward that compares the responses of a group if groups have one. `rewards`: by the name of
+    the source that they score. `samples`: responses in a group."""
+    for source, reward in rewards:
+        if reward.compares_group and samples < 2:
+            yield (
+                f"the reward of source {source!r} has compose: {reward.compose}, which compares the responses to one prompt, but "
+                f"flow.samples_per_prompt is {samples}; use at least 2, or compose: sum"
+            )

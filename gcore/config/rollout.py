@@ -6,19 +6,37 @@ calls the policy through the OpenAI API. A job has at most one of the two.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator, model_validator
+from pydantic import (
+    Field,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
-from gcore.config.base import SPANS, Option, Section, SlotsPerEngine, StopString, Temperature
-from gcore.config.capabilities import ENGINES, lacking
+from gcore.config.base import SPANS, Option, Section, SlotsPerEngine, StopString, Temperature, is_unset
+from gcore.config.capabilities import ENGINES, PICTURE_ENGINES, having, lacking
+from gcore.config.diffusion import DenoisingSpec
 from gcore.plugins import short_name
+
+DEFAULT_STEPS: int = DenoisingSpec.model_fields["steps"].default
 
 
 class RolloutSpec(Section):
     """How responses are generated."""
 
-    engine: Literal["torch", "sglang", "vllm", "hf"] = Field("torch", description="Engine that generates responses")
+    engine: Literal["torch", "sglang", "vllm", "hf", "diffusers", "sglang-diffusion"] = Field(
+        "torch",
+        description="Engine that generates responses. diffusers, sglang-diffusion: the responses are pictures, which a pipeline of diffusers "
+        "generates",
+    )
+    diffusion: DenoisingSpec | None = Field(
+        None, exclude_if=is_unset, description="How pictures are generated, with engine: diffusers or sglang-diffusion"
+    )
     slots_per_engine: SlotsPerEngine = Field(1, description=SPANS)
     temperature: Temperature = Field(1.0, description="Sampling temperature. The trainer divides its logits by it too")
     top_p: Annotated[float, Field(gt=0, le=1)] = Field(1.0, description="Nucleus sampling. Training requires 1")
@@ -36,7 +54,9 @@ class RolloutSpec(Section):
         "train.correction_band and zero outside. mis: as icepop, and tokens outside do not count in the denominator. decoupled: "
         "weight without a cap, and clip around the policy at the start of the step",
     )
-    max_new_tokens: PositiveInt = Field(description="Maximum length of a response, in tokens")
+    max_new_tokens: PositiveInt = Field(
+        description="Maximum length of a response, in tokens; required. Pictures have none: for them it is the number of steps"
+    )
     min_new_tokens: Annotated[int, Field(ge=0)] = Field(0, description="Shortest response, in tokens")
     stop: tuple[StopString, ...] = Field((), description="Strings that end a response")
     stop_token_ids: tuple[Annotated[int, Field(ge=0)], ...] = Field((), description="Tokens that end a response")
@@ -107,8 +127,31 @@ class RolloutSpec(Section):
         description="An engine that does not answer or makes no progress for this many seconds is stopped and restarted",
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _count_steps(cls, tree: Any) -> Any:
+        """Give a policy that generates pictures its section, and the number of steps as the maximum length. Raises ValueError."""
+        if not isinstance(tree, dict):
+            return tree
+        engine = tree.get("engine", "torch")
+        if engine not in PICTURE_ENGINES:
+            if tree.get("diffusion") is not None:
+                having_it = having(ENGINES, "generates_pictures")
+                raise ValueError(f"diffusion needs engine: {having_it}, not {engine}; set it, or leave diffusion out")
+            return tree
+        diffusion = tree.get("diffusion")
+        if diffusion is None:
+            diffusion = {}
+        try:
+            steps = DenoisingSpec.model_validate(diffusion).steps
+        except ValidationError:  # which the field's own validation reports
+            steps = DEFAULT_STEPS
+        return {"max_new_tokens": steps, **tree, "diffusion": diffusion}
+
     @model_validator(mode="after")
     def _check_fields(self) -> RolloutSpec:
+        if self.diffusion is not None and self.max_new_tokens != self.diffusion.steps:
+            raise ValueError("max_new_tokens is for texts, and pictures have no tokens; leave it out")
         if self.min_new_tokens > self.max_new_tokens:
             raise ValueError(
                 f"min_new_tokens ({self.min_new_tokens}) is above max_new_tokens ({self.max_new_tokens}); lower it"

@@ -6,13 +6,14 @@ A spec names flows, rewards and policies; it never contains code.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Annotated, Any
 
 from pydantic import Field, PositiveInt, ValidationInfo, model_validator
 
 from gcore.config.base import NAMESPACE, FilePath, ModelPath, Option, Section
+from gcore.config.capabilities import PICTURE_ENGINES
 from gcore.config.data import (
     ACCURACY_OR_REWARD,
     NO_BEST,
@@ -26,8 +27,18 @@ from gcore.config.data import (
     SourceSpec,
     SourcesSection,
 )
+from gcore.config.denoising import check_denoising
 from gcore.config.placement import PlacementSpec, SchedulingSpec
-from gcore.config.reward import MOST_JUDGES, JudgeModel, JudgeSpec, RewardPart, RewardSpec, ScoringSpec
+from gcore.config.reward import (
+    MOST_JUDGES,
+    JudgeModel,
+    JudgeSpec,
+    RewardPart,
+    RewardSpec,
+    ScoringSpec,
+    group_reward_problems,
+    picture_reward_problems,
+)
 from gcore.config.rollout import AgentSpec, EnvironmentSpec, RolloutSpec
 from gcore.config.train import FilterSpec, FlowSpec, TrainSpec, is_stored
 from gcore.config.validation import (
@@ -86,7 +97,8 @@ class SamplesSpec(Section):
     )
     picture_mib: Annotated[int, Field(ge=0)] = Field(
         256,
-        description="Maximum size of the stored pictures of prompts and tools, in MiB; those of the oldest steps are deleted first. 0: none",
+        description="Maximum size of the stored pictures of prompts, tools and policies, in MiB; those of the oldest steps are deleted "
+        "first. 0: none",
     )
 
     def due(self, step: int) -> bool:
@@ -198,6 +210,17 @@ class JobSpec(Section):
         (), description="Trackers that receive the run's metrics in addition to metrics.jsonl"
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _add_denoising(cls, tree: Any) -> Any:
+        """Give the policy of a job that generates pictures its section of `train`."""
+        rollout = tree.get("rollout") if isinstance(tree, dict) else None
+        engine = rollout.get("engine") if isinstance(rollout, dict) else getattr(rollout, "engine", None)
+        train = tree.get("train", {}) if isinstance(tree, dict) else None
+        if engine not in PICTURE_ENGINES or not isinstance(train, dict) or train.get("diffusion") is not None:
+            return tree
+        return {**tree, "train": {**train, "diffusion": {}}}
+
     @model_validator(mode="after")
     def _check_sections(self, info: ValidationInfo) -> JobSpec:
         rules = _RULES if is_stored(info) else (*_RULES, *_RULES_OF_NEW_JOBS)
@@ -279,6 +302,11 @@ def uses_pictures(spec: JobSpec) -> bool:
     return any(source.images is not None for source in (*training_sources(spec), *eval_sources(spec)))
 
 
+def uses_blobs(spec: JobSpec) -> bool:
+    """Whether prompts or responses of the job have blobs: pictures in prompts, or a policy that generates pictures."""
+    return spec.rollout.diffusion is not None or uses_pictures(spec)
+
+
 def _listed(origin: SourcesSection) -> tuple[SourceSpec, ...]:
     """Return the sources of a section; a single `path` becomes one source."""
     if origin.path is None:
@@ -351,8 +379,25 @@ def eval_sources(spec: JobSpec) -> tuple[ResolvedSource, ...]:
     return tuple(one.source for one in eval_sets(spec))
 
 
-_RULES: tuple[Callable[[JobSpec], Iterator[str]], ...] = (
+def _scored(spec: JobSpec) -> Iterator[tuple[str, RewardSpec]]:
+    """The reward of each source and of each held-out set, by its name."""
+    return ((one.name, one.reward) for one in (*training_sources(spec), *eval_sources(spec)))
+
+
+_RULES: tuple[Callable[[JobSpec], Iterable[str]], ...] = (
     lambda s: check_tracking([tracker.name for tracker in s.tracking], s.storage.copies),
+    lambda s: check_denoising(
+        s.rollout,
+        s.train,
+        s.data,
+        {
+            "environment (responses of several turns, and tools)": s.environment is not None,
+            "agent": s.agent is not None,
+            "model.chat": s.model.chat,
+            "model.max_length": s.model.max_length is not None,
+        },
+    ),
+    lambda s: () if s.rollout.diffusion is None else picture_reward_problems(_scored(s), s.judges),
     lambda s: check_flow(s.flow, s.train),  # before check_groups, whose advice (two samples) would not solve it
     lambda s: check_groups(s.flow, s.train),
     lambda s: check_published_adapters(s.rollout, s.train),
@@ -363,7 +408,7 @@ _RULES: tuple[Callable[[JobSpec], Iterator[str]], ...] = (
     lambda s: check_stale(s.rollout, s.train),
     lambda s: check_streamed(s.rollout, s.train, s.flow.groups_per_step),
     lambda s: check_judges(s.judges, s.rewards),
-    lambda s: check_seeing_judges(uses_pictures(s), s.judges),
+    lambda s: check_seeing_judges(uses_blobs(s), s.judges),
     lambda s: check_placement(s.placement, s.train, s.served_judges),
     lambda s: check_engine_sizes(s.rollout, s.served_judges, s.placement.reward),
     lambda s: check_turns(s.placement, s.rollout, s.train),
@@ -373,6 +418,7 @@ _RULES: tuple[Callable[[JobSpec], Iterator[str]], ...] = (
     ),
     lambda s: check_chat(s.agent, (*training_sources(s), *eval_sources(s))),
     lambda s: check_pairs(s.judges, s.flow, training_sources(s), eval_sets(s)),
+    lambda s: group_reward_problems(((one.name, one.reward) for one in training_sources(s)), s.flow.samples_per_prompt),
     lambda s: check_warmup(s.train, s.flow.steps),
     lambda s: check_sources(s.rollout, training_sources(s), eval_sets(s)),
     lambda s: check_best(s.best_metric, s.eval),
@@ -410,7 +456,18 @@ def job_schema() -> dict[str, Any]:
     for section in _WITH_PLUGIN:
         _allow_file(schema["$defs"][section.__name__])
     _allow_list(schema)
+    _require_length(schema["$defs"]["RolloutSpec"])
     return schema
+
+
+def _require_length(section: dict[str, Any]) -> None:
+    """Require the maximum length only of policies that write text: pictures have none, and their number of steps replaces it."""
+    section["required"].remove("max_new_tokens")
+    section["anyOf"] = [
+        {"required": ["max_new_tokens"]},
+        {"required": ["diffusion"]},
+        {"required": ["engine"], "properties": {"engine": {"enum": list(PICTURE_ENGINES)}}},
+    ]
 
 
 def _allow_file(section: dict[str, Any]) -> None:

@@ -17,6 +17,7 @@ from pydantic_core import PydanticCustomError
 
 from gcore.config.base import HUB_SCHEMES, MOST_SLOTS, FilePath, Option, Section, is_unset
 from gcore.config.capabilities import BACKENDS, lacking
+from gcore.config.diffusion import DenoisingTraining
 from gcore.plugins import PluginKind, parse_plugin_file
 
 Schedule = Literal["constant", "linear", "cosine"]
@@ -121,7 +122,7 @@ def is_stored(info: ValidationInfo) -> bool:
 ADVANTAGES = PluginKind("advantage estimator", "gcore.advantages", "train.advantage")
 LOSSES = PluginKind("loss", "gcore.losses", "train.loss")
 BuiltInAdvantage = Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "remax", "gae"]
-BuiltInLoss = Literal["ppo", "gspo", "cispo", "sft"]
+BuiltInLoss = Literal["ppo", "gspo", "cispo", "sft", "grpo_guard", "nft", "weighted_matching"]
 
 
 def is_own_advantage(name: str) -> bool:
@@ -366,7 +367,9 @@ class TrainSpec(Section):
     loss: LossName = Field(
         "ppo",
         description="Loss. ppo: clip per token. gspo: clip per sequence. cispo: clip the weight and keep every token's gradient. sft: negative "
-        "log-probability of the response, without rewards, advantages or ratios. Or an entry point in `gcore.losses`",
+        "log-probability of the response, without rewards, advantages or ratios. For models that generate pictures, also grpo_guard: ppo "
+        "with ratios of equal mean and spread at all steps. nft: DiffusionNFT. weighted_matching: flow matching of the generated pictures, "
+        "weighted by reward. Or an entry point in `gcore.losses`",
     )
     loss_options: dict[str, Option] = Field({}, description="Settings of a loss of your own, by name")
     dual_clip: Annotated[float, Field(gt=1)] | None = Field(
@@ -402,6 +405,9 @@ class TrainSpec(Section):
         exclude_if=is_unset,
         description="Upper bound of k3 for one token, in nats. A token above it counts this much and has no gradient. verl and OpenRLHF "
         "use 10. Default: no bound",
+    )
+    diffusion: DenoisingTraining | None = Field(
+        None, exclude_if=is_unset, description="How denoising steps are trained, with an engine that generates pictures"
     )
     old_logprobs: Literal["current", "recompute", "engine"] = Field(
         "recompute",
@@ -455,6 +461,16 @@ class TrainSpec(Section):
     def kl_kind(self) -> Literal["k1", "k2", "k3", "k3+"]:
         """The KL estimator after defaults."""
         return self.kl_estimator or ("k1" if self.kl_in == "reward" else "k3")
+
+    @property
+    def averages(self) -> bool:
+        """Whether a moving average of the trained weights is evaluated."""
+        return self.diffusion is not None and self.diffusion.ema_decay is not None
+
+    @property
+    def follows(self) -> bool:
+        """Whether each rank has a second network, which follows the trained one."""
+        return self.loss == "nft" or self.averages
 
     @property
     def rewards_kl(self) -> bool:

@@ -33,7 +33,7 @@ from gcore.config.base import Option
 from gcore.data.order import ShardOrder
 from gcore.data.stream import PromptStream
 from gcore.errors import GcoreError, UsageError
-from gcore.plugins import RAISED, PluginKind, describe_result, find_plugin
+from gcore.plugins import RAISED, PluginKind, describe_result, find_plugin, shown_name
 
 CURRICULA = PluginKind("curriculum", "gcore.curricula", "data.curriculum")
 
@@ -109,7 +109,7 @@ class CheckedCurriculum:
     """Wraps a curriculum, and checks its result and the numbers of its key function."""
 
     def __init__(self, name: str, curriculum: Curriculum) -> None:
-        self._name = name
+        self._name = shown_name(name)
         self._curriculum = curriculum
 
     def __call__(self, view: CurriculumView) -> Key | None:

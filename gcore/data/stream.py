@@ -95,7 +95,7 @@ class PromptSource:
             prompt = self._rendered(fields, ref)
         except DataError as error:
             raise DataError(error.what, where=self.dataset.name_of(index), fix=error.fix) from error
-        if not prompt.token_ids:
+        if not prompt.token_ids or (self.renderer.tokenizer.bytewise and not prompt.text.strip()):
             raise DataError(
                 "the prompt has no tokens",
                 where=self.dataset.name_of(index),
@@ -309,9 +309,12 @@ def open_prompts(
 ) -> JobPrompts:
     """Open all training and evaluation data of a spec, with the tokenizer of the model in `model_dir`. Blocks.
 
+    A job that generates pictures has prompts whose tokens are the bytes of the text.
+
     `progress`: called while files are copied or indexed. Raises DataError.
     """
-    tokenizer = ModelTokenizer.load(model_dir)
+    draws = spec.rollout.diffusion is not None
+    tokenizer = ModelTokenizer.of_bytes() if draws else ModelTokenizer.load(model_dir)
     context = spec.model.max_length or tokenizer.max_length
 
     def shown(source: ResolvedSource, section: str) -> _SmallFiles:

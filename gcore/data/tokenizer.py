@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from gcore.errors import DataError
 from gcore.system.files import read_json_file
@@ -34,8 +34,11 @@ class ModelTokenizer:
         settings: Mapping[str, Any],
         max_length: int | None,
         end_token_ids: Sequence[int] = (),
+        bytewise: bool = False,
     ) -> None:
         self._tokenizer = tokenizer
+        self.bytewise = bytewise
+        """Whether tokens are bytes (`of_bytes`)."""
         self._added = tokenizer.get_added_tokens_decoder()
         self.special_tokens = dict(special_tokens)
         """Text of each special token that the tokenizer defines, by name (`eos_token`)."""
@@ -46,6 +49,16 @@ class ModelTokenizer:
         own = self._id_of("eos_token")
         self.end_token_ids = tuple(dict.fromkeys((*(() if own is None else (own,)), *end_token_ids)))
         """All tokens that end a response, the tokenizer's own first; empty if neither it nor the model defines one."""
+
+    @classmethod
+    def of_bytes(cls) -> ModelTokenizer:
+        """The tokenizer of prompts for pictures, whose tokens are the bytes of the text in UTF-8. The pipeline's own encoders
+        read the text, each with a tokenizer of its own."""
+        letters = _byte_letters()
+        tokenizer = Tokenizer(models.BPE(vocab={letter: byte for byte, letter in enumerate(letters)}, merges=[]))
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        return cls(tokenizer, special_tokens={}, settings={}, max_length=None, bytewise=True)
 
     @classmethod
     def load(cls, folder: Path) -> ModelTokenizer:
@@ -135,6 +148,14 @@ class ModelTokenizer:
         token = self.special_tokens.get(name)
         found: int | None = None if token is None else self._tokenizer.token_to_id(token)
         return found
+
+
+def _byte_letters() -> list[str]:
+    """The letter with which byte-level tokenizers write each byte: printable Latin-1 letters stand for themselves, and the
+    other bytes, in order, for the letters from 256 on."""
+    plain = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    others = iter(range(256, 512))
+    return [chr(byte if byte in plain else next(others)) for byte in range(256)]
 
 
 def _plain(text: str) -> str:

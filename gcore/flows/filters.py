@@ -37,6 +37,7 @@ from gcore.plugins import (
     error_sentence,
     find_plugin,
     plugin_trace,
+    shown_name,
 )
 from gcore.types import (
     LARGEST_REWARD,
@@ -89,14 +90,15 @@ class CheckedFilter:
             raise
         except RAISED as error:  # foreign code: one bad group must not end the controller
             raise FilterError(
-                f"filter {self.name!r} raised {error_sentence(error)}", fix="Correct the filter"
+                f"filter {shown_name(self.name)!r} raised {error_sentence(error)}", fix="Correct the filter"
             ) from error
         if reason is None:
             return None
         if not isinstance(reason, str) or not reason.strip():
             shown = repr(reason) if isinstance(reason, str | bool | int | float) else describe_result(reason)
             raise FilterError(
-                f"filter {self.name!r} returned {shown}, neither None nor a sentence", fix="Correct the filter"
+                f"filter {shown_name(self.name)!r} returned {shown}, neither None nor a sentence",
+                fix="Correct the filter",
             )
         return reason
 
@@ -235,12 +237,12 @@ def untrainable_reason(group: Group, train: TrainSpec, media_tokens: frozenset[i
     if not group.samples:
         return "the flow returned a group without samples"
     for index, sample in enumerate(group.samples):
-        if not sample.token_ids or not sample.spans or len(sample.logprobs) != len(sample.token_ids):
+        if not sample.length or not sample.spans or len(sample.logprobs) != sample.length:
             return (
-                f"the flow returned a response (sample {index}) of {len(sample.token_ids)} tokens, {len(sample.logprobs)} "
+                f"the flow returned a response (sample {index}) of {sample.length} tokens, {len(sample.logprobs)} "
                 f"log-probabilities and {len(sample.spans)} version spans; it needs tokens, one log-probability for each, and spans"
             )
-        if why := range_problem(sample.observed, len(sample.token_ids)):
+        if why := range_problem(sample.observed, sample.length):
             return f"the flow returned a response (sample {index}) whose observed tokens are misplaced: {why}"
         if sample.prompt_ids is not None:
             return (

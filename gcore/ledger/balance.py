@@ -25,7 +25,8 @@ than the transfer of the blobs would cost (`TRANSFER_BYTES`).
 
 The cost of a sample is a polynomial of its length: linear for the matrix products, quadratic for attention. The length
 at which the two are equal depends on the model, so the controller that seals writes it into the seal
-(`gcore.ledger.records.cluster`). A masked sample costs nothing: it is not computed, and only its reward counts.
+(`gcore.ledger.records.cluster`). A masked sample costs nothing: it is not computed, and only its reward counts. A generated
+picture costs as much as a sample of the image tokens of one denoising step, for each of its trained steps.
 
 A streamed step (`train.stream`) is split into parts instead of mini-batches; ranks train a part before the batch is
 complete. The batch is the same with and without parts: at staleness 0 the first groups in order, up to the quota. A
@@ -122,6 +123,8 @@ def slot_cost(seal: Seal, slot: SampleSlot) -> int:
     group = seal.groups[slot.group]
     if slot.sample in group.masked:
         return 0
+    if group.step_tokens:
+        return group.response_tokens[slot.sample] * sample_cost(group.step_tokens, seal.attention_equals_at)
     return sample_cost(group.prompt_tokens + group.response_tokens[slot.sample], seal.attention_equals_at)
 
 

@@ -249,6 +249,19 @@ def best_evaluation(head: Head, evaluations: Iterable[Evaluation], metric: str |
     return min(found, key=lambda b: (-b.value, b.version.step, b.version.lineage), default=None)
 
 
+def evaluations_with_pictures(head: Head, evaluations: Iterable[Evaluation], metric: str | None) -> list[Evaluation]:
+    """Return the first, the best and the newest evaluation on head's chain that display generated pictures, by step.
+
+    `metric`: as in `best_evaluation`.
+    """
+    every = list(evaluations)
+    best = best_evaluation(head, every, metric)
+    shown = (one for one in every if is_ancestor(head, one.version) and any(sample.picture for sample in one.samples))
+    reached = sorted(shown, key=lambda one: one.version.step)
+    ends = {one.version for one in (*reached[:1], *reached[-1:])}
+    return [one for one in reached if one.version in ends or (best is not None and one.version == best.version)]
+
+
 def resolve_metric(metric: str, evaluations: Iterable[Evaluation]) -> str:
     """Resolve `ACCURACY_OR_REWARD` to `reward` if any of these evaluations has graded rewards, else to `accuracy`.
 

@@ -23,6 +23,7 @@ from gcore.api.tls import Connector
 from gcore.media.protocol import (
     PIECE_BYTES,
     STATUS,
+    TRANSFERS,
     Blob,
     StoreFailed,
     StoreUnreachable,
@@ -130,14 +131,21 @@ class BlobClient:
                     yield piece
 
     async def fetch(
-        self, blobs: Iterable[Blob], nodes: Iterable[str], progress: ProgressReport | None = None
+        self,
+        blobs: Iterable[Blob],
+        nodes: Iterable[str],
+        progress: ProgressReport | None = None,
+        *,
+        holder: str = TRANSFERS,
     ) -> BlobFetch:
         """Let the store fetch the blobs that it lacks from the stores of the named nodes.
 
-        `progress`: called from time to time. Raises StoreFull. If the caller is cancelled, the store finishes the
-        transfers that it has begun.
+        `progress`: called from time to time. `holder`: uses up the reservation of this holder. Raises StoreFull. If the
+        caller is cancelled, the store finishes the transfers that it has begun.
         """
         body = {"blobs": [blob._asdict() for blob in blobs], "nodes": list(nodes), "progress": True}
+        if holder != TRANSFERS:
+            body["holder"] = holder
         with self._explain():
             async with self._http.stream("POST", f"{self._base}/fetch", json=body, headers=self._headers) as response:
                 if response.status_code != 200:

@@ -349,9 +349,7 @@ def _open_image(file: BinaryIO, header: _Header, where: str | None) -> Image.Ima
     try:
         from PIL import Image, JpegImagePlugin, PngImagePlugin, WebPImagePlugin
     except ImportError as error:
-        raise DataError(  # not about this picture
-            f"pictures need Pillow, which cannot be imported ({error})", fix="Install it: pip install 'gcore[vision]'"
-        ) from error
+        raise without_pillow(error) from error
     kinds: dict[str, Callable[[BinaryIO], Image.Image]] = {
         "PNG": PngImagePlugin.PngImageFile,
         "JPEG": JpegImagePlugin.JpegImageFile,
@@ -367,6 +365,13 @@ def _open_image(file: BinaryIO, header: _Header, where: str | None) -> Image.Ima
     except (*_BROKEN, Image.DecompressionBombError) as error:
         raise _damaged(where, error) from error
     return image
+
+
+def without_pillow(error: ImportError) -> DataError:
+    """The error about a missing Pillow, which is not about a picture."""
+    return DataError(
+        f"pictures need Pillow, which cannot be imported ({error})", fix="Install it: pip install 'gcore[vision]'"
+    )
 
 
 def _orientation(image: Image.Image) -> int:
@@ -432,6 +437,15 @@ def encode_png(pixels: Any) -> bytes:
     from PIL import Image
 
     return _encode(Image.fromarray(pixels))
+
+
+def blank_png(height: int, width: int) -> bytes:
+    """Return the PNG file of a grey picture of this size in pixels. Raises DataError if Pillow is missing."""
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise without_pillow(error) from error
+    return _encode(Image.new("RGB", (width, height), (128, 128, 128)))
 
 
 def _encode(image: Image.Image) -> bytes:

@@ -22,6 +22,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from gcore.config.capabilities import PICTURE_SCORERS
 from gcore.errors import DataError
 from gcore.media.model_files import ModelFiles
 from gcore.media.pictures import MAX_ASPECT
@@ -543,6 +544,62 @@ FAMILIES: Mapping[str, Any] = {
     "llava": FixedRule,
 }
 """The rules by model type."""
+
+
+class ScorerRule:
+    """How a scorer of pictures, such as CLIP, gets a question: a text, and apart from it one picture, which its engine
+    resizes. Immutable, thread-safe."""
+
+    picture_text = ""
+    """The text that stands for a picture: none."""
+
+    def __init__(self, files: ModelFiles) -> None:
+        self._files = files
+
+    @staticmethod
+    def load(folder: Path | str) -> ScorerRule:
+        """Load the rule of a model folder. Raises DataError for one without an image processor."""
+        files = ModelFiles(Path(folder))
+        if not files.images:
+            raise DataError(
+                "the model folder has no image processor (preprocessor_config.json)",
+                where=str(files.path),
+                fix="Save the model's processor there (processor.save_pretrained)",
+            )
+        _check_normalization(files)
+        return ScorerRule(files)
+
+    @property
+    def max_length(self) -> int:
+        """Maximum number of tokens of the text."""
+        text = self._files.config.get("text_config")
+        return self._files.number(text if isinstance(text, Mapping) else {}, "max_position_embeddings", 77)
+
+    def check_processor(self) -> None:
+        """Do nothing: any processor may resize pictures, because only the engine sees them."""
+
+    def target_size(self, height: int, width: int) -> Size:
+        """Return the picture's own height and width in pixels."""
+        return height, width
+
+    def request_ids(self, short_ids: Sequence[int], sizes: Sequence[Size]) -> tuple[int, ...]:
+        """Return the text's tokens. Raises DataError unless there is one picture."""
+        if len(sizes) != 1:
+            raise DataError(
+                f"it shows {len(sizes)} pictures, and a model of the type {self._files.family!r} scores one",
+                fix="Show one picture",
+            )
+        return tuple(short_ids)
+
+    def expand(self, short_ids: Sequence[int], sizes: Sequence[Size]) -> tuple[int, ...]:
+        """Return the text's tokens: the picture has none. Raises DataError unless there is one picture."""
+        return self.request_ids(short_ids, sizes)
+
+
+def judge_rule(folder: Path | str) -> PictureRule | ScorerRule:
+    """Load how the model of a judge that sees pictures reads them. Raises DataError, as `PictureRule.load`."""
+    is_scorer = ModelFiles(Path(folder)).family in PICTURE_SCORERS
+    return ScorerRule.load(folder) if is_scorer else PictureRule.load(folder)
 
 
 def _check_normalization(files: ModelFiles) -> None:

@@ -5,7 +5,7 @@
     PUT        /jobs/JOB/blobs/SHA256      store the body; ?holder=HOLDER uses up a reservation
     POST       /jobs/JOB/pins              {"incarnation", "sha256": [...], "ttl_s"}; DELETE without "ttl_s" ends pins
     POST       /jobs/JOB/reservations      {"holder", "bytes", "ttl_s"} -> {"granted"}; "bytes": 0 ends it
-    POST       /jobs/JOB/fetch             {"blobs": [{"sha256", "size"}], "nodes": [...], "progress"}
+    POST       /jobs/JOB/fetch             {"blobs": [{"sha256", "size"}], "nodes": [...], "progress", "holder"}
                                            -> {"present", "unavailable", "failed"}; with "progress" as lines of JSON:
                                            {"bytes", "of"} each second, at last {"result"} or {"error"}
     POST       /jobs/JOB/link              {"sha256": [...], "folder"} -> {"linked", "missing"}
@@ -55,6 +55,7 @@ from gcore.media.pictures import PictureError, normalize_picture
 from gcore.media.protocol import (
     PIECE_BYTES,
     STATUS,
+    TRANSFERS,
     Blob,
     BlobMismatch,
     BlobRequestRefused,
@@ -156,11 +157,12 @@ class FetchedBlob(_Body):
 
 
 class FetchBody(_Body):
-    """Blobs to fetch, and the nodes that may have them."""
+    """Blobs to fetch, and the nodes that may have them. `holder`: uses up the reservation of this holder."""
 
     blobs: tuple[FetchedBlob, ...]
     nodes: tuple[Name, ...]
     progress: bool = False
+    holder: Name = TRANSFERS
 
 
 class PictureBody(_Body):
@@ -338,10 +340,14 @@ class BlobServer:
         body = await _read_body(request, FetchBody)
         blobs = [Blob(one.sha256, one.size) for one in body.blobs]
         if body.progress:
-            return StreamingResponse(self._fetch_lines(job, blobs, body.nodes), media_type="application/x-ndjson")
-        return JSONResponse(_result_fields(await self._transfers.fetch(job, blobs, body.nodes)))
+            lines = self._fetch_lines(job, blobs, body.nodes, body.holder)
+            return StreamingResponse(lines, media_type="application/x-ndjson")
+        found = await self._transfers.fetch(job, blobs, body.nodes, holder=body.holder)
+        return JSONResponse(_result_fields(found))
 
-    async def _fetch_lines(self, job: str, blobs: list[Blob], nodes: tuple[str, ...]) -> AsyncIterator[bytes]:
+    async def _fetch_lines(
+        self, job: str, blobs: list[Blob], nodes: tuple[str, ...], holder: str
+    ) -> AsyncIterator[bytes]:
         lines: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
 
         def report(received: int, total: int) -> None:
@@ -349,7 +355,7 @@ class BlobServer:
 
         async def fetch() -> None:
             try:
-                result = await self._transfers.fetch(job, blobs, nodes, report)
+                result = await self._transfers.fetch(job, blobs, nodes, report, holder=holder)
                 lines.put_nowait({"result": _result_fields(result)})
             except GcoreError as error:
                 lines.put_nowait(self._encode(error))

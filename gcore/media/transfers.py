@@ -87,7 +87,13 @@ class BlobTransfers:
         self._nodes = dict(nodes)
 
     async def fetch(
-        self, job: str, blobs: Sequence[Blob], nodes: Collection[str], progress: ProgressReport | None = None
+        self,
+        job: str,
+        blobs: Sequence[Blob],
+        nodes: Collection[str],
+        progress: ProgressReport | None = None,
+        *,
+        holder: str = TRANSFERS,
     ) -> BlobFetch:
         """Transfer the blobs that the store lacks; see `BlobClient.fetch`. Raises StoreFull and StoreFailed."""
         wanted = {blob.sha256: blob for blob in blobs}
@@ -105,7 +111,7 @@ class BlobTransfers:
                 await self._clock.sleep(PROGRESS_S)
 
         async def obtain(blob: Blob) -> None:
-            reason = await self._obtain(job, blob, nodes)
+            reason = await self._obtain(job, blob, nodes, holder)
             if reason is None:
                 present.add(blob.sha256)
             else:
@@ -128,7 +134,7 @@ class BlobTransfers:
         """End all transfers."""
         await cancel_all(one.task for one in self._running.values())
 
-    async def _obtain(self, job: str, blob: Blob, nodes: Collection[str]) -> str | None:
+    async def _obtain(self, job: str, blob: Blob, nodes: Collection[str], holder: str) -> str | None:
         """Start the transfer of a blob, or wait for one that runs; return its result (`_Transfer.task`)."""
         key = BlobKey(job, blob.sha256)
         while (running := self._running.get(key)) is not None:
@@ -136,7 +142,7 @@ class BlobTransfers:
             if reason is None or running.nodes >= set(nodes):
                 return reason
         started = self._running[key] = _Transfer(frozenset(nodes))
-        started.task = asyncio.create_task(self._transfer(job, blob, nodes, started))
+        started.task = asyncio.create_task(self._transfer(job, blob, nodes, holder, started))
         started.task.add_done_callback(lambda task: task.cancelled() or task.exception())
         return await self._result(started)
 
@@ -148,7 +154,9 @@ class BlobTransfers:
                 raise
             return "the transfer was ended"  # by `drop_job`
 
-    async def _transfer(self, job: str, blob: Blob, nodes: Collection[str], transfer: _Transfer) -> str | None:
+    async def _transfer(
+        self, job: str, blob: Blob, nodes: Collection[str], holder: str, transfer: _Transfer
+    ) -> str | None:
         try:
             if await asyncio.to_thread(self._store.confirm, job, blob):
                 return None
@@ -157,7 +165,7 @@ class BlobTransfers:
                 return ""
             async with self._turns:
                 began = self._clock.monotonic()
-                incoming = await asyncio.to_thread(self._store.begin, job, blob, holder=TRANSFERS)
+                incoming = await asyncio.to_thread(self._store.begin, job, blob, holder=holder)
                 try:
                     reason = await self._receive_from(others, job, blob, incoming, transfer)
                     if reason is None:

@@ -16,9 +16,9 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from gcore.config.capabilities import PICTURE_CLASSIFIERS
+from gcore.config.capabilities import PICTURE_CLASSIFIERS, PICTURE_SCORERS
 from gcore.errors import DataError, SpecError
-from gcore.models.hubs import ADAPTER_CONFIG, INDEX, WHOLE, ModelError
+from gcore.models.hubs import ADAPTER_CONFIG, WHOLE, ModelError, weights_file
 from gcore.models.tensors import check_weight_file
 from gcore.system.files import read_json_file
 
@@ -151,13 +151,15 @@ def _table_of_models() -> str | None:
 _FIX = "Copy or download it again; it is incomplete"
 
 
-def check_whole(folder: Path) -> None:
-    """Raise ModelError unless all weight files of a model folder are there, complete, and safetensors files.
+def check_whole(folder: Path, weights: str = WHOLE) -> None:
+    """Raise ModelError unless all weight files of a model folder are there, complete, and safetensors files. `weights`: name
+    of the file, if there is one; its index has the same name with `.index.json`.
 
     The header of a safetensors file says where its last tensor ends. The check runs before anything starts; otherwise
     every engine and rank would fail. It needs no torch and does not read the tensors.
     """
-    whole = (folder / INDEX).is_file() or (folder / WHOLE).is_file()
+    index = folder / f"{weights}.index.json"
+    whole = index.is_file() or (folder / weights).is_file()
     if (folder / ADAPTER_CONFIG).is_file():
         raise ModelError(
             f"the folder has a model and {ADAPTER_CONFIG}, for which transformers loads another model"
@@ -168,13 +170,13 @@ def check_whole(folder: Path) -> None:
             if whole
             else "Merge it with its base model: `gcore export` does for a job with train.lora",
         )
-    if (folder / INDEX).is_file():
-        files = _files_of_index(folder / INDEX)
+    if index.is_file():
+        files = _files_of_index(index)
     else:
-        files = [WHOLE]
-        if not (folder / WHOLE).is_file():
+        files = [weights]
+        if not (folder / weights).is_file():
             raise ModelError(
-                f"the model folder has no weights ({WHOLE})",
+                f"the model folder has no weights ({weights})",
                 where=str(folder),
                 fix="Save the model with its weights (model.save_pretrained)",
             )
@@ -218,8 +220,10 @@ def weight_files(folder: Path) -> list[Path]:
 
     Raises ModelError if the index cannot be read or files are missing.
     """
-    indexed = (folder / INDEX).is_file() and not (folder / WHOLE).is_file()
-    names = _files_of_index(folder / INDEX) if indexed else [WHOLE]
+    whole = weights_file(folder)
+    index = folder / f"{whole}.index.json"
+    indexed = index.is_file() and not (folder / whole).is_file()
+    names = _files_of_index(index) if indexed else [whole]
     return [folder / name for name in names]
 
 
@@ -272,11 +276,15 @@ def without_picture_head(config: Mapping[str, Any], *, where: str) -> ModelError
 
 
 def check_classifier(config: Mapping[str, Any], *, where: str, pictures: bool = False) -> None:
-    """Raise ModelError unless the model can serve as a reward model: a sequence-classification head with one label.
+    """Raise ModelError unless the model can serve as a reward model: a sequence-classification head with one label, or a
+    scorer of pictures.
 
     `config`: the folder's config.json. `where`: the folder, for the error. `pictures`: whether it must see them. Relies on
     the configuration; loading the model checks the head's weights. Needs no torch.
     """
+    if config.get("model_type") in PICTURE_SCORERS:
+        _check_scorer(config, where=where, pictures=pictures)
+        return
     if pictures and config.get("vision_config") is not None and config.get("model_type") not in PICTURE_CLASSIFIERS:
         raise without_picture_head(config, where=where)
     names = config.get("architectures")
@@ -293,6 +301,27 @@ def check_classifier(config: Mapping[str, Any], *, where: str, pictures: bool = 
             f"the model's head returns {labels} numbers, but a reward is one number",
             where=where,
             fix="Name a model with one label (num_labels: 1)",
+        )
+
+
+SCORER = "CLIPModel"
+"""Class of transformers of a scorer of pictures."""
+
+
+def _check_scorer(config: Mapping[str, Any], *, where: str, pictures: bool) -> None:
+    """Raise ModelError unless a CLIP model can score pictures. Arguments: as of `check_classifier`."""
+    if not pictures:
+        raise ModelError(
+            f"a model of the type {config.get('model_type')!r} scores pictures, and the judge sees none",
+            where=where,
+            fix="Set images: true for the judge, or name a model of another type",
+        )
+    names = config.get("architectures")
+    if names is not None and names != [SCORER]:
+        raise ModelError(
+            f"the model is a {names}, and a scorer of pictures needs both parts of CLIP",
+            where=where,
+            fix=f"Save the whole model ({SCORER}.save_pretrained)",
         )
 
 

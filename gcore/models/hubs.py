@@ -113,8 +113,16 @@ SMALL = (
 weights.
 """
 
+PIPELINE_INDEX = "model_index.json"
+"""The file that makes a folder a pipeline of diffusers, whose parts are models in subfolders."""
+
+PIPELINE_SMALL = (PIPELINE_INDEX, "*/*.json", "*/*.txt", "*/*.model")
+"""Patterns of the small files of a pipeline."""
+
 INDEX = "model.safetensors.index.json"
 WHOLE = "model.safetensors"
+NETWORK_FILE = "diffusion_pytorch_model.safetensors"
+"""The weights of a network of diffusers. Other names are other precisions."""
 ADAPTER_CONFIG = "adapter_config.json"
 """The file that marks a folder with only an adapter (LoRA)."""
 
@@ -156,9 +164,18 @@ class HubListing:
     commit: str
     files: tuple[HubFile, ...]
 
+    @property
+    def first(self) -> str:
+        """The name of the file that says what the model is."""
+        names = {file.name for file in self.files}
+        return PIPELINE_INDEX if PIPELINE_INDEX in names and "config.json" not in names else "config.json"
+
     def small(self, *, code: bool) -> tuple[HubFile, ...]:
-        """Files to download before the weights: `SMALL`, and with `code` also the model's Python files."""
-        patterns = (*SMALL, "*.py") if code else SMALL
+        """Files to download before the weights: `SMALL`, and with `code` also the model's Python files; of a pipeline
+        `PIPELINE_SMALL`."""
+        patterns: tuple[str, ...] = (*SMALL, "*.py") if code else SMALL
+        if self.first == PIPELINE_INDEX:
+            patterns = PIPELINE_SMALL
         return tuple(f for f in self.files if any(_matches(f.name, pattern) for pattern in patterns))
 
     def weights(self, folder: Path) -> tuple[HubFile, ...]:
@@ -167,6 +184,8 @@ class HubListing:
         `folder` already contains the small files, whose index lists the weight files.
         """
         named = weight_file_names(folder)
+        if self.first == PIPELINE_INDEX:
+            return tuple(f for f in self.files if f.name in named)
         found = tuple(f for f in self.files if _matches(f.name, "*.safetensors"))
         return tuple(f for f in found if f.name in named) or found
 
@@ -212,8 +231,10 @@ class Hub(Protocol):
 
 def weight_file_names(folder: Path) -> frozenset[str]:
     """Return the names of the weight files that the model in `folder` has: those in its index, or
-    `model.safetensors`.
+    `model.safetensors`. Of a pipeline: those of its parts that are models.
     """
+    if (folder / PIPELINE_INDEX).is_file():
+        return frozenset(name for part in _parts_with_weights(folder) for name in _part_weights(folder, part))
     try:
         table = read_json_file(folder / INDEX)["weight_map"]
         return frozenset(str(name) for name in table.values())
@@ -221,12 +242,48 @@ def weight_file_names(folder: Path) -> frozenset[str]:
         return frozenset({WHOLE})
 
 
+def _parts_with_weights(folder: Path) -> Iterator[str]:
+    """The subfolders of a pipeline's parts that are models, as its index names them: those with a configuration."""
+    try:
+        named = read_json_file(folder / PIPELINE_INDEX)
+    except (OSError, ValueError):
+        return
+    for part, library in named.items() if isinstance(named, dict) else ():
+        if isinstance(library, list) and library[-1] is not None and (folder / part / "config.json").is_file():
+            yield part
+
+
+def _part_weights(folder: Path, part: str) -> Iterator[str]:
+    """The names of the weight files of one part, below the pipeline's folder."""
+    whole = weights_file(folder / part)
+    table = _read_object(folder / part / f"{whole}.index.json").get("weight_map")
+    files = set(map(str, table.values())) if isinstance(table, dict) else {whole}
+    for name in files:
+        yield f"{part}/{name}"
+
+
+def weights_file(model: Path) -> str:
+    """Return the name of the file with the weights of the model in `model`, which may be a network of diffusers."""
+    return NETWORK_FILE if "_diffusers_version" in _read_object(model / "config.json") else WHOLE
+
+
+def _read_object(file: Path) -> dict[str, Any]:
+    """The JSON object in a file; empty if it is missing or not readable."""
+    try:
+        found = read_json_file(file)
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
 def is_whole(folder: Path, *, weights: bool) -> bool:
     """Return whether `folder` has all files that a job needs; with `weights` also the weight files.
 
     Hub clients rename only complete files into place, so the check is by name.
     """
-    needed = {"config.json", "tokenizer.json"} | (weight_file_names(folder) if weights else frozenset())
+    draws = (folder / PIPELINE_INDEX).is_file()
+    needed = {PIPELINE_INDEX} if draws else {"config.json", "tokenizer.json"}
+    needed |= weight_file_names(folder) if weights else frozenset()
     return all((folder / name).is_file() for name in needed)
 
 

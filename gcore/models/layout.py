@@ -26,7 +26,7 @@ from types import TracebackType
 from typing import Self
 
 from gcore.errors import DataError, GcoreError, explain_os_errors
-from gcore.models.hubs import ADAPTER_CONFIG
+from gcore.models.hubs import ADAPTER_CONFIG, NETWORK_FILE
 from gcore.models.tensors import TensorShape, header_bytes
 from gcore.schema import Record, RecordPart, UnreadableRecord
 from gcore.system.files import check_regular_file, sweep_drafts
@@ -48,6 +48,9 @@ ADAPTER_PREFIX = "base_model.model."
 BASE_FILE = "base_model.json"
 """A file beside adapters with the digests of the base model's weights."""
 
+PIPELINE_FILE = "base_pipeline.json"
+"""A file beside the network of a pipeline with the folder of the pipeline, whose other parts are not trained."""
+
 SAMPLE_FILE = "base_model.sample"
 """A file beside adapters that are staged for engines, with a sample of the base model on which they are trained
 (`gcore.models.adapter_checks.BaseFiles.sample`)."""
@@ -62,7 +65,16 @@ EMULATED_FILE = "emulated.json"
 CRITIC_FOLDER = "critic"
 """Subfolder of a checkpoint that contains the critic."""
 
-TRAINING_FILES = frozenset({EXP_AVG_FILE, EXP_AVG_SQ_FILE, MANIFEST_FILE, ADAPTER_CONFIG, BASE_FILE})
+SERVED_FOLDER = "served"
+"""Subfolder of a checkpoint that contains the network that engines serve in place of the trained one (`gcore.train.denoising.follower`)."""
+
+AVERAGE_FOLDER = "average"
+"""Subfolder of a checkpoint, and of staged weights, that contains the average of the trained network that is evaluated."""
+
+INNER_FOLDERS = (CRITIC_FOLDER, SERVED_FOLDER, AVERAGE_FOLDER)
+"""Subfolders of a checkpoint that contain further models."""
+
+TRAINING_FILES = frozenset({EXP_AVG_FILE, EXP_AVG_SQ_FILE, MANIFEST_FILE, ADAPTER_CONFIG, BASE_FILE, PIPELINE_FILE})
 """Files of a checkpoint that are needed to continue training and are not part of a model."""
 
 WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf", ".h5")
@@ -210,7 +222,7 @@ def companion_files(model: Path) -> tuple[str, ...]:
 
 
 def _is_companion(folder: Path) -> bool:
-    return folder.is_dir() and folder.name != CRITIC_FOLDER and not (folder / "config.json").exists()
+    return folder.is_dir() and folder.name not in INNER_FOLDERS and not (folder / "config.json").exists()
 
 
 def copy_companions(model: Path, to: Path, copy: Callable[[Path, Path], object] = shutil.copyfile) -> tuple[str, ...]:
@@ -223,6 +235,14 @@ def copy_companions(model: Path, to: Path, copy: Callable[[Path, Path], object] 
         (to / name).parent.mkdir(parents=True, exist_ok=True)
         copy(model / name, to / name)
     return names
+
+
+def link_or_copy(source: Path, to: Path) -> None:
+    """Make `to` a hard link to a file, or a copy where links are not possible. Raises OSError."""
+    try:
+        os.link(source.resolve(), to)
+    except OSError:
+        shutil.copyfile(source, to)  # another file system, or no support for links
 
 
 def file_entry(path: Path) -> FileEntry:
@@ -304,7 +324,7 @@ def verify_checkpoint(folder: Path, tick: Callable[[int], None] = lambda _: None
     Raises CheckpointDamaged with the file's name.
     """
     manifest = read_manifest(folder)
-    weights = ADAPTER_FILE if ADAPTER_FILE in manifest.files else MODEL_FILE
+    weights = next((name for name in (ADAPTER_FILE, NETWORK_FILE) if name in manifest.files), MODEL_FILE)
     for needed in (weights, EXP_AVG_FILE, EXP_AVG_SQ_FILE, "config.json"):
         if needed not in manifest.files:
             raise CheckpointDamaged(f"the manifest does not list {needed}", where=str(folder / MANIFEST_FILE))

@@ -22,6 +22,7 @@ import tenacity
 from gcore.models.checks import check_code, check_weights, read_config
 from gcore.models.hubs import (
     INDEX,
+    PIPELINE_INDEX,
     WHOLE,
     Hub,
     HubFile,
@@ -161,7 +162,7 @@ class _Fetching:
                 raise
             return found
         check_weights((file.name for file in listing.files), where=self.path)
-        folder = self._fetch(listing, [f for f in listing.small(code=False) if f.name == "config.json"])
+        folder = self._fetch(listing, [f for f in listing.small(code=False) if f.name == listing.first])
         code = check_code(read_config(folder), trusted=self.trusted, where=self.path)
         small = listing.small(code=bool(code))
         self._fetch(listing, small)
@@ -205,7 +206,7 @@ class _Fetching:
         """
         there = {file.name for file in listing.files}
         missing = sorted(weight_file_names(folder) - there)
-        if INDEX in there and WHOLE not in there and missing:
+        if missing and (listing.first == PIPELINE_INDEX or (INDEX in there and WHOLE not in there)):
             raise ModelError(
                 f"its index names weight files that the hub does not list (first {missing[0]}, {len(missing)} in all)",
                 where=self.path,

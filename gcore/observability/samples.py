@@ -3,14 +3,20 @@
     samples/LINEAGE-STEP/INCARNATION.jsonl           KeptGroup, written by the controller that holds the groups
     samples/LINEAGE-STEP/advantages-RANK.jsonl       KeptAdvantage, written by the rank that computed them
     samples/LINEAGE-STEP/SHA256.png                  pictures of the groups: links to blobs of the node's store, or copies
+    samples/evaluation-LINEAGE-STEP/SHA256.png       pictures that the policy generated for held-out prompts
 
-Both identify a group (all samples of one prompt) by its digest. Texts longer than the spec's limit are cut. Every
-controller keeps a limited number of the groups that it holds, spread evenly over the step, because the first ones would
-come from the first shards or have the shortest responses. Train ranks choose the same groups for advantages. Files are
-written atomically. The writer keeps the newest steps and removes older ones. Pictures have a bound of their own,
-`samples.picture_mib`: those of the oldest steps are deleted first, and then shown by their SHA-256. If samples cannot
-be written, they are missing, and the step is not affected. Reading and writing block on the disk, so call them off the
-event loop.
+The first two identify a group (all samples of one prompt) by its digest. Texts longer than the spec's limit are cut.
+Every controller keeps a limited number of the groups that it holds, spread evenly over the step, because the first ones
+would come from the first shards or have the shortest responses. Train ranks choose the same groups for advantages. Files
+are written atomically. The writer keeps the newest steps and removes older ones.
+
+Pictures have a bound of their own, `samples.picture_mib`: those of the oldest steps are deleted first, and then shown by
+their SHA-256. Of generated pictures each controller keeps whole groups, in at most 1/8 of the bound per step, so that
+several steps can be compared. Evaluations have at most half of the bound; those of the first, the newest and the best are
+deleted last.
+
+If samples cannot be written, they are missing, and the step is not affected. Reading and writing block on the disk, so
+call them off the event loop.
 """
 
 from __future__ import annotations
@@ -24,18 +30,17 @@ import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, ClassVar, Generic, Literal, Protocol, TypeVar
-
-from pydantic import Field
+from typing import ClassVar, Generic, Literal, Protocol, TypeVar
 
 from gcore.config.spec import SamplesSpec
 from gcore.errors import UsageError
 from gcore.ledger.records.chain import Head, Seal, SealedGroup
+from gcore.ledger.records.job import KeptPicture
 from gcore.ledger.selection import is_ancestor
 from gcore.media.protocol import blob_path
 from gcore.schema import Record, RecordPart, UnreadableRecord
 from gcore.system.files import replace_file
-from gcore.types import FinishReason, Group, Medium, PromptRef, Range, Version
+from gcore.types import DenoisingTrajectory, FinishReason, Group, PromptRef, Range, Version
 
 
 def choose_groups(seal: Seal, limit: int) -> tuple[SealedGroup, ...]:
@@ -70,33 +75,18 @@ class KeptText(RecordPart):
         return cls(text=kept, more=max(0, len(text) - characters))
 
 
-class KeptPicture(RecordPart):
-    """A picture of a kept prompt or response: SHA-256 of its blob, its size in bytes, height and width in pixels."""
-
-    sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
-    size: int
-    height: int
-    width: int
-
-    @classmethod
-    def of(cls, media: Iterable[Medium]) -> tuple[KeptPicture, ...]:
-        """The pictures among media, in their order."""
-        return tuple(
-            cls(sha256=one.sha256, size=one.size, height=one.shape[0], width=one.shape[1])
-            for one in media
-            if one.kind == "picture"
-        )
-
-
 class KeptSample(RecordPart):
     """One kept response.
 
     `tokens`: its length. `parts`: name and value of the parts of its reward. `versions`: the policy versions that
     generated it. `observed`: character ranges [start, end) that the policy did not generate, such as tool output;
     `observed_tokens`: their number of tokens. `pictures`: those that tools returned, in their order.
+
+    Of a policy that generates pictures, `picture` is the response and `steps` the number of its trained denoising steps;
+    it has no text and no tokens.
     """
 
-    came_with: ClassVar[Mapping[str, int]] = {"pictures": 3}
+    came_with: ClassVar[Mapping[str, int]] = {"pictures": 3, "picture": 3, "steps": 3}
 
     response: KeptText
     tokens: int
@@ -108,6 +98,8 @@ class KeptSample(RecordPart):
     observed: tuple[Range, ...] = ()
     observed_tokens: int = 0
     pictures: tuple[KeptPicture, ...] = ()
+    picture: KeptPicture | None = None
+    steps: int = 0
 
 
 class KeptGroup(Record):
@@ -132,7 +124,12 @@ class KeptGroup(Record):
     @property
     def all_pictures(self) -> tuple[KeptPicture, ...]:
         """The pictures of the prompt and of all responses."""
-        return (*self.pictures, *(picture for sample in self.samples for picture in sample.pictures))
+        return (*self.pictures, *(one for sample in self.samples for one in sample.pictures), *self.generated)
+
+    @property
+    def generated(self) -> tuple[KeptPicture, ...]:
+        """The pictures that the policy generated, in the order of the samples."""
+        return tuple(sample.picture for sample in self.samples if sample.picture is not None)
 
     @property
     def mean_reward(self) -> float:
@@ -169,8 +166,10 @@ def make_kept_group(group: Group, digest: str, prompt: str, answer: str, holder:
             masked=sample.masked,
             versions=tuple(sorted({str(span.version) for span in sample.spans})),
             observed=tuple((start, min(end, characters)) for start, end in sample.observed_text if start < characters),
-            observed_tokens=len(sample.token_ids) - sample.own_tokens,
+            observed_tokens=sample.length - sample.own_tokens,
             pictures=KeptPicture.of(sample.media),
+            picture=next(iter(KeptPicture.of(sample.media, "decoded")), None),
+            steps=sample.length if isinstance(sample.output, DenoisingTrajectory) else 0,
         )
         for sample in group.samples
     )
@@ -277,11 +276,16 @@ def parse_advantages(lines: Iterable[bytes]) -> dict[int, KeptAdvantage]:
 
 
 def _step_folders(run_dir: Path) -> list[Version]:
+    return _folders(run_dir, "")
+
+
+def _folders(run_dir: Path, prefix: str) -> list[Version]:
+    """The versions of the folders PREFIX LINEAGE-STEP, ascending."""
     found = []
     with contextlib.suppress(FileNotFoundError):
         for entry in os.scandir(run_dir / FOLDER):
-            lineage, _, step = entry.name.partition("-")
-            if lineage.isdigit() and step.isdigit():
+            lineage, _, step = entry.name.removeprefix(prefix).partition("-")
+            if entry.name.startswith(prefix) and lineage.isdigit() and step.isdigit():
                 found.append(Version(int(lineage), int(step)))
     return sorted(found)
 
@@ -315,29 +319,89 @@ PICTURE_SUFFIXES = (".png", ".jpg", ".webp")
 _CANNOT_LINK = frozenset({errno.EXDEV, errno.EMLINK, errno.EPERM, errno.EOPNOTSUPP})
 
 
-def keep_pictures(run_dir: Path, version: Version, sha256s: Iterable[str], blobs: Path) -> None:
-    """Link pictures into the folder of a step, or copy them to another file system. `blobs`: folder of the job in the
-    node's blob store. A picture that the store has deleted is left out. Raises OSError.
+STEP_SHARE, EVALUATION_SHARE = 8, 2
+"""The generated pictures that a controller keeps of a step have at most 1/8 of the bound for pictures; those of all
+evaluations, 1/2."""
+
+EVALUATION = "evaluation-"
+
+
+def evaluation_folder(run_dir: Path, version: Version) -> Path:
+    """Return the folder with the pictures that `version` generated for held-out prompts."""
+    return run_dir / FOLDER / f"{EVALUATION}{version.lineage}-{version.step}"
+
+
+def evaluation_picture(run_dir: str, version: Version, sha256: str) -> str:
+    """Return the path of a picture that `version` generated for a held-out prompt, if it is kept. Policies generate PNG
+    files."""
+    return str(evaluation_folder(Path(run_dir), version) / f"{sha256}.png")
+
+
+def choose_pictures(groups: Sequence[KeptGroup], most_bytes: int) -> list[str]:
+    """Choose the pictures of a step to keep, by their SHA-256. `most_bytes`: bound for the pictures of all steps.
+
+    All without generated ones. Otherwise those of whole groups, spread evenly over the step, within the step's share of
+    the bound, but at least one group.
     """
-    folder = step_folder(run_dir, version)
+    chosen = list(range(len(groups)))
+    if any(group.generated for group in groups):
+        sizes = [sum({one.sha256: one.size for one in group.all_pictures}.values()) for group in groups]
+        limit = most_bytes // STEP_SHARE * len(groups) // max(sum(sizes), 1)
+        chosen = _spread(chosen, max(limit, 1))
+    return list(dict.fromkeys(one.sha256 for at in chosen for one in groups[at].all_pictures))
+
+
+def keep_pictures(folder: Path, sha256s: Iterable[str], blobs: Path) -> None:
+    """Link pictures into the folder of a step or an evaluation, or copy them to another file system. `blobs`: folder of
+    the job in the node's blob store. A picture that the store does not have is left out. Raises OSError.
+    """
     for sha256 in dict.fromkeys(sha256s):
-        if find_picture(run_dir, version, sha256) is None:
+        blob = blobs / blob_path(sha256)
+        if find_in(folder, sha256) is None and blob.is_file():
+            folder.mkdir(parents=True, exist_ok=True)
             with contextlib.suppress(FileNotFoundError):
-                blob = blobs / blob_path(sha256)
                 _link(blob, folder / f"{sha256}{_suffix(blob)}")
 
 
 def find_picture(run_dir: Path, version: Version, sha256: str) -> Path | None:
     """Return the file of a kept picture of a step; None if it was deleted."""
-    files = (step_folder(run_dir, version) / f"{sha256}{suffix}" for suffix in PICTURE_SUFFIXES)
+    return find_in(step_folder(run_dir, version), sha256)
+
+
+def find_evaluation_picture(run_dir: Path, version: Version, sha256: str) -> Path | None:
+    """Return the file of a kept picture of an evaluation; None if it was deleted."""
+    return find_in(evaluation_folder(run_dir, version), sha256)
+
+
+def find_in(folder: Path, sha256: str) -> Path | None:
+    """Return the file of a picture in a folder of samples; None if it was deleted."""
+    files = (folder / f"{sha256}{suffix}" for suffix in PICTURE_SUFFIXES)
     return next((file for file in files if file.is_file()), None)
 
 
 def prune_pictures(run_dir: Path, most_bytes: int) -> None:
-    """Delete pictures of the oldest steps until all have at most `most_bytes` bytes. Raises OSError."""
-    room = most_bytes
-    for version in reversed(kept_steps(run_dir)):
-        for file, size in _pictures_of(run_dir, version):
+    """Delete pictures of the oldest steps until those of all steps and evaluations have at most `most_bytes` bytes. Raises
+    OSError."""
+    evaluations = [evaluation_folder(run_dir, version) for version in _folders(run_dir, EVALUATION)]
+    room = most_bytes - sum(size for folder in evaluations for _, size in _pictures_in(folder))
+    _prune([step_folder(run_dir, version) for version in reversed(kept_steps(run_dir))], room)
+
+
+def prune_evaluations(run_dir: Path, most_bytes: int, spared: Sequence[Version]) -> None:
+    """Delete pictures of evaluations until they have at most their share of `most_bytes`: the oldest first, and last those
+    of `spared`, of which the first is the most important. Raises OSError.
+    """
+    others = [version for version in reversed(_folders(run_dir, EVALUATION)) if version not in spared]
+    _prune((evaluation_folder(run_dir, version) for version in (*spared, *others)), most_bytes // EVALUATION_SHARE)
+    for version in others:
+        with contextlib.suppress(OSError):
+            evaluation_folder(run_dir, version).rmdir()  # if it is empty
+
+
+def _prune(folders: Iterable[Path], room: int) -> None:
+    """Delete pictures so that those that are left have at most `room` bytes; those in the last folders first."""
+    for folder in folders:
+        for file, size in _pictures_in(folder):
             room -= size
             if room < 0:
                 file.unlink(missing_ok=True)
@@ -348,8 +412,9 @@ def is_picture(name: str) -> bool:
     return name.startswith(f"{FOLDER}/") and name.endswith(PICTURE_SUFFIXES)
 
 
-def _pictures_of(run_dir: Path, version: Version) -> Iterator[tuple[Path, int]]:
-    for file in sorted(step_folder(run_dir, version).glob("[!.]*")):
+def _pictures_in(folder: Path) -> Iterator[tuple[Path, int]]:
+    """The pictures in a folder with their sizes in bytes."""
+    for file in sorted(folder.glob("[!.]*")):
         if file.suffix in PICTURE_SUFFIXES:
             with contextlib.suppress(FileNotFoundError):  # another controller has deleted it
                 yield file, file.stat().st_size
@@ -465,7 +530,9 @@ def find_kept(kept: Sequence[Version], step: int | None) -> Version:
     if step is None:
         return max(kept)
     if not (found := [version for version in kept if version.step == step]):
-        raise NoSamples(f"step {step} has no samples", fix=_there(kept))
+        older = step < min(version.step for version in kept)
+        why = "Samples of earlier steps are removed: samples.keep is the number of newest steps that are kept. "
+        raise NoSamples(f"step {step} has no samples", fix=f"{why if older else ''}{_there(kept)}")
     return max(found)
 
 

@@ -116,6 +116,14 @@ STEP_STATS = MappingProxyType(
         "accuracy": ("gcore_accuracy_ratio", "Newest accuracy on the held-out prompts, 0 to 1."),
         "response_length": ("gcore_response_tokens", "Mean response length in the last committed step, in tokens."),
         "tokens_per_second": ("gcore_tokens_per_second", "Tokens trained per second of the last committed step."),
+        "denoising_steps": (
+            "gcore_denoising_steps",
+            "Mean trained denoising steps of a generated picture in the last committed step.",
+        ),
+        "pictures_per_second": (
+            "gcore_pictures_per_second",
+            "Generated pictures trained per second of the last committed step.",
+        ),
         "loss": ("gcore_loss", "Policy loss of the last committed step."),
         "kl": ("gcore_kl", "KL divergence in the last committed step, in nats per token."),
         "entropy": ("gcore_entropy", "Entropy of the policy in the last committed step, in nats per token."),

@@ -11,6 +11,9 @@ NAMES = (
     "calculator",
     "counting",
     "counting-judge",
+    "pictures",
+    "pictures-ddim",
+    "pictures-judge",
     "zoom",
 )
 """Names of the examples. Defined here so that the help of the command line need not import the modules that create

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from gcore.errors import GcoreError
-from gcore.quickstart import arithmetic, calculator, counting, zoom
+from gcore.quickstart import arithmetic, calculator, counting, pictures, pictures_judge, zoom
 
 
 def _arithmetic(to: Path, seed: int) -> str:
@@ -50,6 +50,26 @@ def _counting_judge(to: Path, seed: int) -> str:
     return _verdicts(made.judge_accuracy, made.judge_false_yes)
 
 
+def _pictures(to: Path, seed: int) -> str:
+    return _shares(pictures.prepare_pictures(to, seed=seed).manifest)
+
+
+def _pictures_ddim(to: Path, seed: int) -> str:
+    return _shares(pictures.prepare_pictures(to, "pictures-ddim", seed=seed).manifest)
+
+
+def _shares(made: pictures.PicturesManifest) -> str:
+    return (
+        f"{made.right_share:.1%} of pictures right before RL, {made.colour_share:.1%} with the right colour, "
+        f"{made.place_share:.1%} with the right place"
+    )
+
+
+def _pictures_judge(to: Path, seed: int) -> str:
+    made = pictures_judge.prepare_pictures_judge(to, seed=seed).manifest
+    return f"{made.judge_accuracy:.1%} of verdicts right, {made.judge_false_yes:.1%} of wrong pictures called right"
+
+
 def _zoom(to: Path, seed: int) -> str:
     made = zoom.prepare_zoom(to, seed=seed).manifest
     return f"{made.greedy_accuracy:.1%} of held-out pictures counted right before RL, {made.calls:.1%} of responses call the tool"
@@ -62,6 +82,9 @@ EXAMPLES: Mapping[str, Callable[[Path, int], str]] = {
     "calculator": _calculator,
     "counting": _counting,
     "counting-judge": _counting_judge,
+    "pictures": _pictures,
+    "pictures-ddim": _pictures_ddim,
+    "pictures-judge": _pictures_judge,
     "zoom": _zoom,
 }
 

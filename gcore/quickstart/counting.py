@@ -252,16 +252,13 @@ def _measure_judge(
     `held_out` and of their `pictures`, with a response each."""
     import torch
 
-    from gcore.quickstart.counting_model import answer_rows, prompt_ids, row_logits, text_ids
+    from gcore.quickstart.counting_model import answer_rows, prompt_ids, text_ids, write_greedily
 
     prompts = [prompt_ids(f"{held_out[place].colour}?{response}?") for place, response in asked]
     tokens, _ = answer_rows(prompts, ["y" * (LONGEST_VERDICT - 1)] * len(prompts))  # room for what the judge writes
-    rows, last = torch.arange(len(prompts)), torch.tensor([len(prompt) - 1 for prompt in prompts])
-    seen = pictures[[place for place, _ in asked]]
-    with torch.no_grad():
-        for number in range(LONGEST_VERDICT - 1):
-            tokens[rows, last + number + 1] = row_logits(network, tokens, seen)[rows, last + number].argmax(-1)
-    said = tokens[rows, last + LONGEST_VERDICT - 1]
+    starts, count = torch.tensor([len(prompt) for prompt in prompts]), LONGEST_VERDICT - 1
+    written = write_greedily(network, tokens, starts, count, pictures[[place for place, _ in asked]])
+    said = written[torch.arange(len(prompts)), starts + count - 1]
     true = torch.tensor([response == held_out[place].answer for place, response in asked])
     yes, no = (said == text_ids(one)[0] for one in "yn")
     return float(torch.where(true, yes, no).float().mean()), float(yes[~true].float().mean())

@@ -65,12 +65,15 @@ class TaughtCounter:
     pass_at_8: float
 
 
-def new_counter() -> Any:
-    """Return an untrained network, initialized from torch's random state."""
+def new_counter(vocabulary: int = VOCABULARY, patch: int = PATCH, side: int = SIDE) -> Any:
+    """Return an untrained network, initialized from torch's random state.
+
+    `vocabulary`: number of tokens. `patch`: width of a patch in pixels. `side`: patches in a row of a picture.
+    """
     from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
     text = {
-        "vocab_size": VOCABULARY,
+        "vocab_size": vocabulary,
         "hidden_size": 64,
         "intermediate_size": 256,
         "num_hidden_layers": 2,
@@ -95,12 +98,12 @@ def new_counter() -> Any:
         "depth": 1,
         "num_heads": 2,
         "intermediate_size": 128,
-        "patch_size": PATCH,
+        "patch_size": patch,
         "spatial_merge_size": MERGE,
         "temporal_patch_size": 2,
         "out_hidden_size": 64,
         "deepstack_visual_indexes": [0],
-        "num_position_embeddings": SIDE * SIDE,
+        "num_position_embeddings": side * side,
         "initializer_range": 0.05,
     }
     config = Qwen3VLConfig(
@@ -116,24 +119,44 @@ def new_counter() -> Any:
 
 
 def save_counter(network: Any, folder: Path) -> None:
-    """Save the network with its tokenizer and its image processor. Raises OSError."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    """Save the network with its tokenizer of characters and its image processor. Raises OSError."""
+    from tokenizers import decoders, pre_tokenizers
 
-    with quiet_saving():
-        network.save_pretrained(folder)
-    vocabulary = {token: number for number, token in enumerate([*SPECIAL, *CHARACTERS])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=SPECIAL[PAD]))
+    tokenizer = new_tokenizer(CHARACTERS)
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer.decoder = decoders.Fuse()
+    save_seeing(network, tokenizer, folder, SIZE)
+
+
+def new_tokenizer(tokens: Sequence[str]) -> Any:
+    """Return a tokenizer that knows these tokens and `SPECIAL`, which come first."""
+    from tokenizers import Tokenizer, models
+
+    vocabulary = {token: number for number, token in enumerate([*SPECIAL, *tokens])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=SPECIAL[PAD]))
     tokenizer.add_special_tokens(list(SPECIAL))
+    return tokenizer
+
+
+def save_seeing(network: Any, tokenizer: Any, folder: Path, size: int) -> None:
+    """Save a network with its tokenizer, and an image processor that leaves pictures of this width and height as they are.
+    Raises OSError."""
+    with quiet_saving():
+        network.save_pretrained(folder)
+    patch = network.config.vision_config.patch_size
     tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"pad_token": SPECIAL[PAD], "eos_token": SPECIAL[EOS]}))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",  # otherwise AutoTokenizer splits texts as Qwen's own tokenizer does
+        "pad_token": SPECIAL[PAD],
+        "eos_token": SPECIAL[EOS],
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     processor = {
         "image_processor_type": "Qwen2VLImageProcessor",
-        "patch_size": PATCH,
+        "patch_size": patch,
         "merge_size": MERGE,
         "temporal_patch_size": 2,
-        "size": {"shortest_edge": (PATCH * MERGE) ** 2, "longest_edge": 4 * SIZE * SIZE},
+        "size": {"shortest_edge": (patch * MERGE) ** 2, "longest_edge": 4 * size * size},
         "image_mean": [0.5, 0.5, 0.5],
         "image_std": [0.5, 0.5, 0.5],
     }
@@ -250,31 +273,49 @@ def labelled_rows(rows: Sequence[Sequence[int]], taught: Sequence[Sequence[tuple
     return tokens, labels
 
 
-def patches(pictures: Tensor) -> Tensor:
-    """The patches of pictures [n, height, width, 3] uint8 as the image processor makes them: [n * patches, values]."""
-    count, blocks = len(pictures), SIDE // MERGE
+def patches(pictures: Tensor, patch: int = PATCH) -> Tensor:
+    """The patches of pictures [n, side, side, 3] uint8 as the image processor makes them: [n * patches, values]. `patch`:
+    width of a patch in pixels."""
+    count, side = len(pictures), pictures.shape[1] // patch
+    blocks = side // MERGE
     scaled = (pictures.float() / 255 - 0.5) / 0.5
-    cut = scaled.permute(0, 3, 1, 2).reshape(count, 3, blocks, MERGE, PATCH, blocks, MERGE, PATCH)
+    cut = scaled.permute(0, 3, 1, 2).reshape(count, 3, blocks, MERGE, patch, blocks, MERGE, patch)
     ordered = cut.permute(0, 2, 5, 3, 6, 1, 4, 7).unsqueeze(6).expand(-1, -1, -1, -1, -1, -1, 2, -1, -1)
-    return ordered.reshape(count * SIDE * SIDE, -1)
+    return ordered.reshape(count * side * side, -1)
 
 
 def row_logits(network: Any, tokens: Tensor, pictures: Tensor) -> Tensor:
     """Return the logits [row, token, vocabulary] of rows with pictures at the same places. `pictures`: of the first row, then
     of the next."""
-    grid = torch.tensor([[1, SIDE, SIDE]])
+    patch = network.config.vision_config.patch_size
+    side = pictures.shape[1] // patch
+    grid = torch.tensor([[1, side, side]])
     row = tokens[:1]  # its positions are those of all rows
     positions, _ = network.model.get_rope_index(
         row, mm_token_type_ids=(row == IMAGE).int(), image_grid_thw=grid.expand(len(pictures) // len(tokens), -1)
     )
     logits: Tensor = network(
         input_ids=tokens,
-        pixel_values=patches(pictures),
+        pixel_values=patches(pictures, patch),
         image_grid_thw=grid.expand(len(pictures), -1),
         position_ids=positions.expand(3, len(tokens), -1),
         use_cache=False,
     ).logits
     return logits
+
+
+@torch.no_grad()
+def write_greedily(network: Any, tokens: Tensor, starts: Tensor, count: int, pictures: Any) -> Tensor:
+    """Write the `count` likeliest tokens into rows with room for them, one by one; return the tokens with them.
+
+    `starts` [row]: place of the first written token. Like engines, it never writes tokens that stand for media.
+    """
+    rows, written = torch.arange(len(tokens)), tokens.clone()
+    for places in (starts + number for number in range(count)):
+        logits = row_logits(network, written, pictures)[rows, places - 1]
+        logits[:, [VISION_START, VISION_END, IMAGE, VIDEO]] = -torch.inf
+        written[rows, places] = logits.argmax(-1)
+    return written
 
 
 @torch.no_grad()

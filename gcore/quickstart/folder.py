@@ -120,7 +120,9 @@ def _text(manifest: PreparedManifest) -> str:
 def _usable(to: Path, recipe: Recipe[M]) -> M | None:
     """Return the manifest if the folder can be reused: the values of the recipe, and unchanged files. Else None."""
     manifest = _read_manifest(to, recipe.manifest)
-    if manifest is None or any(getattr(manifest, name) != value for name, value in recipe.asked.items()):
+    if manifest is None or manifest.example != recipe.example:
+        return None
+    if any(getattr(manifest, name) != value for name, value in recipe.asked.items()):
         return None
     for name, entry in manifest.files.items():
         file = to / name

@@ -5,7 +5,8 @@
     controller -> process   [[REWARD, FIELDS, [[TEXT, TOKENS, TRUNCATED, ENVIRONMENT]...], GROUP]...]       a batch of calls;
                                                                                       null for a response: check FIELDS;
                                    [[PATH, SHA256, HEIGHT, WIDTH]...] after ENVIRONMENT for pictures of the
-                                   prompt, and another such list for those of tools
+                                   prompt, another such list for those of tools, and
+                                   [PATH, SHA256, HEIGHT, WIDTH] for a generated one
     process -> controller   [[VALUE, [[PART, NUMBER]...]] or {"what": ...}...]        per call, in order, several at once
 
 With GROUP true the responses of an item are one call, for a batch reward. Otherwise each response is a call.

@@ -9,7 +9,7 @@ reward runs (`gcore.reward.pool`).
 A reward decorated with `batch_reward` gets all responses of a group in one call. An error of the call, or a list of another
 length than the group, counts for each response of the group.
 
-A composed reward is a weighted sum, a gate, or a minimum. Every part is computed for every response, even if it cannot
+A composed reward is a weighted sum, a gate, a minimum, or a weighted sum of parts that are standardised within the group. Every part is computed for every response, even if it cannot
 change the value, because users read the parts. If a part cannot score a response, the whole reward fails; no value is
 substituted. Exception: a judge's part without weight is left out if the judge fails. The parts of a part are named
 "LABEL.NAME".
@@ -39,6 +39,7 @@ from gcore.plugins import (
     error_sentence,
     find_plugin,
     plugin_trace,
+    shown_name,
 )
 from gcore.types import LARGEST_REWARD, entry_value
 
@@ -56,8 +57,8 @@ class RewardError(TracedError):
 
 
 class PictureFile(NamedTuple):
-    """A file with a picture of a prompt or of a tool, on this machine. `sha256`: of its bytes, 64 hex digits; empty: not
-    known. `height`, `width`: in pixels; 0: not known."""
+    """A file with a picture of a prompt, of a tool or of the policy, on this machine. `sha256`: of its bytes, 64 hex digits;
+    empty: not known. `height`, `width`: in pixels; 0: not known."""
 
     path: str
     sha256: str = ""
@@ -68,16 +69,19 @@ class PictureFile(NamedTuple):
 class Response(str):
     """A response's text without special tokens, plus its length in tokens and other facts.
 
-    Rewards that need only the text can use it as a plain string.
+    Rewards that need only the text can use it as a plain string. The response of a policy that generates pictures is a
+    picture, and its text is empty.
     """
 
-    __slots__ = ("environment", "files", "tokens", "tool_files", "truncated")
+    __slots__ = ("environment", "files", "picture_file", "tokens", "tool_files", "truncated")
     files: tuple[PictureFile, ...]
     """The pictures of its prompt, which `pictures` checks."""
     tool_files: tuple[PictureFile, ...]
     """The pictures that tools returned in it, which `tool_pictures` checks."""
+    picture_file: PictureFile | None
+    """The picture that the policy generated, which `picture` checks; None if the policy writes text."""
     tokens: int | None
-    """Length in tokens, including the end token; None if unknown."""
+    """Length in tokens, including the end token; None if unknown, or if the response is a picture."""
     truncated: bool
     """Whether the response reached its maximum length."""
     environment: float | None
@@ -91,13 +95,30 @@ class Response(str):
         environment: float | None = None,
         files: Iterable[Sequence[Any]] = (),
         tool_files: Iterable[Sequence[Any]] = (),
+        picture_file: Sequence[Any] | None = None,
     ) -> Response:
-        """Create a response from `text` and what else is known about it. `files`, `tool_files`: as `PictureFile`."""
+        """Create a response from `text` and what else is known about it. `files`, `tool_files`, `picture_file`: as
+        `PictureFile`."""
         response = super().__new__(cls, text)
         response.tokens, response.truncated, response.environment = tokens, truncated, environment
         response.files = tuple(PictureFile(*one) for one in files)
         response.tool_files = tuple(PictureFile(*one) for one in tool_files)
+        response.picture_file = None if picture_file is None else PictureFile(*picture_file)
         return response
+
+    @property
+    def picture(self) -> Path:
+        """The file of the picture that the policy generated, a PNG file of 8-bit RGB, on this machine; do not write to it.
+
+        Each access reads it and compares its bytes with the SHA-256. Raises RewardError if it is missing or has changed, and
+        for the response of a policy that writes text.
+        """
+        if self.picture_file is None:
+            raise RewardError(
+                "the policy writes text, so its response is no picture",
+                fix="Read the response as text, or use a policy that generates pictures",
+            )
+        return _checked_files((self.picture_file,), "the policy")[0]
 
     @property
     def pictures(self) -> tuple[Path, ...]:
@@ -125,6 +146,11 @@ def _checked_files(files: Sequence[PictureFile], whose: str) -> tuple[Path, ...]
         if sha256 and found != sha256:
             raise RewardError(f"a picture of {whose} has other bytes than its SHA-256 says", where=path)
     return tuple(Path(one.path) for one in files)
+
+
+def is_picture(response: str) -> bool:
+    """Whether a response is a picture that the policy generated."""
+    return isinstance(response, Response) and response.picture_file is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,7 +288,7 @@ class CheckedReward:
     """Wraps a plug-in reward and checks its results. `is_batch`: whether it scores a group in one call."""
 
     def __init__(self, name: str, reward: Callable[..., Any]) -> None:
-        self._name = name
+        self._name = shown_name(name)
         self._reward = reward
         self.is_batch = is_batch_reward(reward)
 
@@ -300,22 +326,33 @@ class CheckedReward:
     def score_group(self, responses: Sequence[str], fields: Mapping[str, Any], spec: RewardSpec) -> list[Scored]:
         """Score the responses to one prompt; returns a result or an error for each."""
         if not self.is_batch:
-            return [self._scored(self._reward, response, fields, spec) for response in responses]
+            return [self._scored(one, self._reward, one, fields, spec) for one in responses]
         try:
             results = call_batch_reward(self._name, self._reward, responses, fields, spec)
         except RewardError as error:
             return [error] * len(responses)
         except RAISED as error:  # foreign code
-            return [self._raised(error)] * len(responses)
-        return [self._scored(lambda result: result, result) for result in results]
+            return [self._raised_on(responses, error)] * len(responses)
+        return [
+            self._scored(response, lambda result: result, result)
+            for response, result in zip(responses, results, strict=True)
+        ]
 
-    def _scored(self, reward: Callable[..., Any], *given: Any) -> Scored:
+    def _scored(self, response: str, reward: Callable[..., Any], *given: Any) -> Scored:
+        """The checked result of `reward` with the arguments `given`, or the error about `response`."""
         try:
             return self._checked(reward(*given))
         except RewardError as error:
             return error
         except RAISED as error:  # foreign code: one bad response or result must not end the process
+            return self._raised_on((response,), error)
+
+    def _raised_on(self, responses: Sequence[str], error: BaseException) -> RewardError:
+        """The error of a reward that raised `error` about one of these responses."""
+        if isinstance(error, KeyError) or not any(map(is_picture, responses)):  # a field of the prompt is missing
             return self._raised(error)
+        raised = self._raised(error, "on a generated picture, which has no text")
+        return RewardError(raised.what, fix="Open response.picture, or correct the reward", trace=raised.trace)
 
     def _checked(self, result: Any) -> RewardResult:
         """Convert a plug-in's result to a RewardResult of plain floats and text. Raises RewardError for an invalid
@@ -489,7 +526,7 @@ class OpenReward:
     @property
     def is_batch(self) -> bool:
         """Whether the reward, or one of its parts, scores a group in one call."""
-        return any(reward.is_batch for _, reward in self._parts)
+        return self._spec.compares_group or any(reward.is_batch for _, reward in self._parts)
 
     def __call__(self, response: str, fields: Mapping[str, Any]) -> RewardResult:
         """Score a response; returns the reward and its parts. Raises RewardError."""
@@ -503,7 +540,7 @@ class OpenReward:
         by_part = [reward.score_group(responses, fields, spec) for spec, reward in self._parts]
         if not self._spec.parts:
             return by_part[0]
-        return [self._composed(results) for results in zip(*by_part, strict=True)]
+        return compose_group(self._spec, [self._known(results) for results in zip(*by_part, strict=True)])
 
     def check(self, fields: Mapping[str, Any]) -> None:
         """Check a prompt's entry with the rewards' own checks. Raises RewardError if no response to it could be scored."""
@@ -513,16 +550,13 @@ class OpenReward:
             except RewardError as error:
                 raise (blame_part(self._spec.parts[number], error) if self._spec.parts else error) from error
 
-    def _composed(self, results: Sequence[Scored]) -> Scored:
-        known = []
+    def _known(self, results: Sequence[Scored]) -> list[RewardResult | None] | RewardError:
+        known: list[RewardResult | None] = []
         for part, result in zip(self._spec.parts, results, strict=True):
             if isinstance(result, RewardError):
                 return blame_part(part, result)
             known.append(result)
-        try:
-            return compose_reward(self._spec, known)
-        except RewardError as error:
-            return error
+        return known
 
 
 def blame_part(part: RewardPart, error: RewardError) -> RewardError:
@@ -535,14 +569,48 @@ def is_display_only(spec: RewardSpec, part: RewardPart) -> bool:
     return part.judge is not None and part.weight == 0 and spec.compose != "min"
 
 
-def compose_reward(spec: RewardSpec, results: Sequence[RewardResult | None]) -> RewardResult:
-    """Combine the parts' results into the reward. None: a display-only part (`is_display_only`) without a result.
+PartResults = Sequence[RewardResult | None]
+"""Results of the parts of a reward for one response. None: a display-only part (`is_display_only`) without a result."""
 
-    Raises RewardError if the value is not finite in float32.
+
+def compose_group(spec: RewardSpec, group: Sequence[PartResults | RewardError], *, alone: bool = False) -> list[Scored]:
+    """Combine the results of parts into the rewards of a group, in order. A response with an error keeps it.
+
+    `alone`: whether each response is scored by itself, so that parts are summed up instead of standardised. A value that is
+    not finite in float32 is an error of its response.
     """
-    value = _value(spec, [0.0 if result is None else result.value for result in results])
+    known = [results for results in group if not isinstance(results, RewardError)]
+    values = [[0.0 if result is None else result.value for result in results] for results in known]
+    if spec.compose == "standardised" and not alone:
+        numbers = [
+            [None if result is None else result.value for result in of_part] for of_part in zip(*known, strict=True)
+        ]
+        columns = [standardise(of_part, spec.std_ddof, spec.std_eps) for of_part in numbers]
+        values = [list(of_response) for of_response in zip(*columns, strict=True)]
+    composed = iter([_composed(spec, *one) for one in zip(known, values, strict=True)])
+    return [results if isinstance(results, RewardError) else next(composed) for results in group]
+
+
+def standardise(values: Sequence[float | None], ddof: int, eps: float) -> list[float]:
+    """Return (value - mean) / (deviation + eps) for each value of a group; 0 for None, which has no part in the others.
+
+    The deviation is sqrt(sum of (value - mean)^2 / (n - ddof)). All are 0 if the values are equal or too few. With several
+    reward models, GRPO's advantage is the weighted sum of these numbers over the models, as in G-Core and DanceGRPO
+    (arXiv 2505.07818), which have ddof 1 and eps 1e-8.
+    """
+    there = [value for value in values if value is not None]
+    if len(there) <= ddof or min(there) == max(there):
+        return [0.0] * len(values)
+    mean = math.fsum(there) / len(there)
+    deviation = math.sqrt(math.fsum((value - mean) ** 2 for value in there) / (len(there) - ddof))
+    return [0.0 if value is None else (value - mean) / (deviation + eps) for value in values]
+
+
+def _composed(spec: RewardSpec, results: PartResults, values: Sequence[float]) -> Scored:
+    """The reward with these values of its parts. `results`: those of the parts, which are kept for display."""
+    value = _value(spec, values)
     if not math.isfinite(value) or abs(value) > LARGEST_REWARD:
-        raise RewardError(
+        return RewardError(
             f"the parts of the reward sum up to {value}, which is not finite in float32", fix="Lower their weights"
         )
     known = [(part.shown_as, one) for part, one in zip(spec.parts, results, strict=True) if one is not None]

@@ -19,20 +19,34 @@ again, so a reward must be pure.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
+import shutil
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
 from gcore.config.reward import RewardSpec, ScoringSpec
-from gcore.errors import GcoreError
+from gcore.errors import DataError, GcoreError
+from gcore.media.pictures import blank_png
 from gcore.plugins import PluginFault
-from gcore.reward.api import OpenReward, Response, RewardError, RewardResult, Scored, ScoringCall, score_responses
+from gcore.reward.api import (
+    OpenReward,
+    PictureFile,
+    Response,
+    RewardError,
+    RewardResult,
+    Scored,
+    ScoringCall,
+    score_responses,
+)
 from gcore.system.clock import Clock, SystemClock
 from gcore.system.process import CannotStart
+from gcore.types import PictureRef
 from gcore.worker.sandbox.child import encode_line
 from gcore.worker.sandbox.pool import WAIT_S, PoolStatus, ProcessStarter, SandboxProgram
 from gcore.worker.sandbox.process import ProcessEnded, SandboxProcess
@@ -86,7 +100,7 @@ def setup_line(sources: Sequence[str], specs: Sequence[RewardSpec], memory_mb: i
 
 _ToldResponse = tuple[Any, ...]
 """A response as it is sent: text, length in tokens, whether it was truncated, reward of its environment or agent; and if
-there are any, the pictures of its prompt and those of tools (`PictureFile`)."""
+there are any, the pictures of its prompt, those of tools, and the one that the policy generated (`PictureFile`)."""
 
 
 def batch_line(calls: Sequence[ScoringCall]) -> bytes:
@@ -104,6 +118,8 @@ def batch_line(calls: Sequence[ScoringCall]) -> bytes:
 
 def _told(response: Response) -> _ToldResponse:
     told = (response, response.tokens, response.truncated, response.environment)
+    if response.picture_file is not None:
+        return (*told, response.files, response.tool_files, response.picture_file)
     if response.tool_files:
         return (*told, response.files, response.tool_files)
     return (*told, response.files) if response.files else told
@@ -546,6 +562,29 @@ def _batched(entries: Iterable[Mapping[str, Any]], size: int) -> Iterator[list[M
     left = iter(entries)
     while some := list(islice(left, size)):
         yield some
+
+
+def trial_response(pictures: Iterable[PictureRef], size: tuple[int, int] | None, folder: Path) -> Response:
+    """Return an empty response for a trial of rewards. It has copies of the prompt's `pictures`, so that no reward can change
+    the data, and a grey picture if the policy generates pictures.
+
+    `size`: height and width in pixels of what the policy generates; None: it writes text. `folder`: gets the files, which
+    are named by their SHA-256 as in a blob store. Raises DataError.
+    """
+    files = []
+    for one in pictures:
+        target = folder / one.sha256
+        try:
+            shutil.copyfile(one.path, target)
+        except OSError as error:
+            raise DataError(f"cannot copy the picture ({error.strerror})", where=one.path) from error
+        files.append(PictureFile(str(target), one.sha256))
+    if size is None:
+        return Response("", 0, environment=0.0, files=files)
+    content = blank_png(*size)
+    name = hashlib.sha256(content).hexdigest()
+    (folder / name).write_bytes(content)
+    return Response("", files=files, picture_file=PictureFile(str(folder / name), name, *size))
 
 
 class RewardTrial:

@@ -12,7 +12,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from gcore.config.reward import Fallback, JudgeSpec, RewardSpec
-from gcore.reward.api import Response, RewardError, RewardResult, Scored, blame_part, compose_reward, is_display_only
+from gcore.reward.api import (
+    PartResults,
+    Response,
+    RewardError,
+    RewardResult,
+    Scored,
+    blame_part,
+    compose_group,
+    is_display_only,
+)
 from gcore.reward.judges.judge import Judge, return_error
 from gcore.reward.judges.types import JudgeAway, JudgeError, Unjudgeable
 from gcore.reward.pool import FunctionScorer
@@ -48,16 +57,19 @@ class Scorer:
         """Whether a judge's queue is full, so that further responses would only wait."""
         return any(judge.is_full for judge in self.judges.values())
 
-    async def score(self, spec: RewardSpec, prompt: Prompt, responses: Sequence[Response]) -> tuple[Scored, ...]:
-        """Score each of the responses to `prompt`, in order. Raises SpecError for a reward that cannot be loaded."""
-        if not spec.judges:
+    async def score(
+        self, spec: RewardSpec, prompt: Prompt, responses: Sequence[Response], *, alone: bool = False
+    ) -> tuple[Scored, ...]:
+        """Score each of the responses to `prompt`, in order. `alone`: as of `compose_group`. Raises SpecError for a reward
+        that cannot be loaded."""
+        if not is_scored_by_part(spec):
             return await self.rules.score(spec, prompt.fields, responses)
         if spec.judge is not None:
             results = await self._judged(spec.judge, spec, prompt, responses)
             return tuple(_shown_as(spec.judge, result) for result in results)
         work = [self._part(number, spec, prompt, responses) for number in range(len(spec.parts))]
         by_part = await gather_or_cancel(work)
-        return tuple(_whole(spec, of_response) for of_response in zip(*by_part, strict=True))
+        return tuple(compose_group(spec, [_known(spec, one) for one in zip(*by_part, strict=True)], alone=alone))
 
     async def judge_early(self, spec: RewardSpec, prompt: Prompt, response: Response) -> None:
         """Judge one finished response before its group is complete, so that `score` finds its verdict in the cache.
@@ -102,9 +114,15 @@ class Scorer:
         return tuple(results)
 
 
+def is_scored_by_part(reward: RewardSpec) -> bool:
+    """Whether the parts of a reward are scored apart and combined here, because of its judges, or because it is computed from
+    the whole group."""
+    return bool(reward.judges) or reward.compares_group
+
+
 def reward_functions(reward: RewardSpec, judges: Mapping[str, JudgeSpec]) -> tuple[RewardSpec, ...]:
     """The function rewards of `reward`: itself, or its parts and the fallbacks of its judges."""
-    if not reward.judges:
+    if not is_scored_by_part(reward):
         return (reward,)
     parts = [reward.of_part(part) for part in reward.parts if part.judge is None]
     for name in reward.judges:
@@ -135,8 +153,8 @@ def _shown_as(name: str, result: Scored) -> Scored:
     return result if isinstance(result, RewardError) else RewardResult(result.value, ((name, result.value),))
 
 
-def _whole(spec: RewardSpec, results: Sequence[Scored]) -> Scored:
-    """Combine the results of a reward's parts for one response; the first error of a part that counts is returned."""
+def _known(spec: RewardSpec, results: Sequence[Scored]) -> PartResults | RewardError:
+    """The results of a reward's parts for one response, or the first error of a part that counts."""
     known: list[RewardResult | None] = []
     for part, result in zip(spec.parts, results, strict=True):
         if isinstance(result, RewardError) and is_display_only(spec, part):
@@ -147,7 +165,4 @@ def _whole(spec: RewardSpec, results: Sequence[Scored]) -> Scored:
         if isinstance(result, RewardError):
             return blame_part(part, result)
         known.append(result)
-    try:
-        return compose_reward(spec, known)
-    except RewardError as error:
-        return error
+    return known

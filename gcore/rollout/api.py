@@ -59,9 +59,11 @@ class RequestPictures:
 @dataclass(frozen=True, slots=True)
 class DenoisingParams:
     """How an engine generates pictures by denoising. `text`, `negative`: prompt and negative prompt. `kind`: of the random
-    steps. `random_steps`: their numbers, ascending, which are trained; None: all that can be. `noise_level`: of the kind.
-    `guidance`: with which the engine must have been started. `constants`: whether log-probabilities have the constants
-    of the normal distribution. `noise_seeds`: of the initial states; empty: the seeds of the samples."""
+    steps. `random_steps`: their numbers, ascending; None: all that can be trained. `kept_steps`: those of them that are
+    trained; None: all. `noise_level`: of the kind. `guidance`: with which the engine must have been started. `constants`:
+    whether log-probabilities have the constants of the normal distribution. `returns_states`: whether the arrays for
+    training are returned, and not only the picture. `noise_seeds`: of the initial states; empty: the seeds of the samples.
+    `blob_holder`: whose reservation in the blob store of the engine's node the arrays use up; empty: nobody's."""
 
     text: str
     steps: int
@@ -72,9 +74,13 @@ class DenoisingParams:
     kind: Literal["sde", "cps", "dance", "ode"] = "sde"
     noise_level: float = 0.7
     random_steps: tuple[int, ...] | None = None
+    kept_steps: tuple[int, ...] | None = None
     constants: bool = True
     returns_states: bool = True
     noise_seeds: tuple[int, ...] = ()
+    averaged: bool = False
+    """Whether the average of the trained weights generates it (`train.diffusion.ema_decay`)."""
+    blob_holder: str = ""
 
 
 @dataclass(frozen=True, slots=True)

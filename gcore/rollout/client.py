@@ -99,13 +99,19 @@ def denoising_body(params: DenoisingParams, seeds: Sequence[int], rid: str) -> d
         "rollout_sde_type": params.kind,
         "rollout_noise_level": params.noise_level,
         "rollout_log_prob_no_const": not params.constants,
-        "rollout_return_denoising_env": True,
+        "rollout_return_denoising_env": params.returns_states,
         "rollout_return_dit_trajectory": params.returns_states,
     }
+    if params.averaged:
+        body["use_average"] = True
+    if params.blob_holder:
+        body["blob_holder"] = params.blob_holder
     if params.noise_seeds:
         body["noise_seed"] = list(params.noise_seeds)
     if params.random_steps is not None:
         body["rollout_sde_step_indices"] = list(params.random_steps)
+    if params.kept_steps is not None:
+        body["rollout_return_step_indices"] = list(params.kept_steps)
     return body
 
 

@@ -2,7 +2,7 @@
 
 A group is a folder that the kernel fills with files. Limits apply to all processes in it and their descendants. A process may move itself if it
 may write both its old and its new group. So a supervisor moves itself, and all its children start in the group. Version 1 is not supported,
-because each limit has its own tree there. `controllers.workers.launcher` decides about jobs.
+because each limit has its own tree there. `gcore.worker.control_groups` decides about jobs.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -121,6 +121,44 @@ def is_running(process: ProcessId) -> bool:
 
 _CHILDREN: dict[ProcessId, subprocess.Popen[bytes]] = {}
 """Children that `spawn_detached` started. `ending_signal` needs them, because the kernel reports an exit status only to the parent."""
+
+
+def child_pids(pid: int) -> list[int]:
+    """Return the pids of a process's children, over all of its threads, the oldest of each thread first."""
+    found: list[int] = []
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):
+            found += map(int, path.read_text().split())
+    return found
+
+
+def is_foreign_listener(pid: int, port: int) -> bool:
+    """Return whether a process that is neither `pid` nor a descendant of it listens on a TCP port, as far as `/proc` tells.
+
+    A server whose port was chosen before it started may find the port taken, while clients already talk to the other process.
+    """
+    sockets = set()
+    for table in ("tcp", "tcp6"):
+        with suppress(OSError):
+            rows = [line.split() for line in Path(f"/proc/net/{table}").read_text(encoding="ascii").splitlines()[1:]]
+            sockets |= {f"socket:[{row[9]}]" for row in rows if row[3] == LISTENING and _port(row[1]) == port}
+    pids = [pid]
+    for one in pids:
+        pids += child_pids(one)
+        for file in Path(f"/proc/{one}/fd").glob("*"):
+            with suppress(OSError):
+                if os.readlink(file) in sockets:
+                    return False
+    return bool(sockets)
+
+
+LISTENING = "0A"
+"""State of a listening socket in `/proc/net/tcp`."""
+
+
+def _port(address: str) -> int:
+    return int(address.rpartition(":")[2], 16)
+
 
 COLLECTED_S = 1.0
 """Seconds to wait for the exit status of a child that has ended."""

@@ -28,7 +28,7 @@ from gcore.data.curriculum import CurriculumError, CurriculumView, SourceStatist
 from gcore.errors import EngineUnreachable, GcoreError
 from gcore.flows.filters import CheckedFilter, FilterError, find_filters, untrainable_reason
 from gcore.plugins import plugin_trace
-from gcore.reward.api import OpenReward, Response, RewardError, RewardResult
+from gcore.reward.api import OpenReward, Response, RewardError, RewardResult, is_picture
 from gcore.system.concurrency import limit_time
 from gcore.testing.flows import AnswerScript, Asked, FakeCluster, group_of
 from gcore.types import Group
@@ -92,8 +92,9 @@ def check_reward(
 ) -> None:
     """Check a reward: it scores anything a model may generate, gives the same score twice, and rejects unknown options.
 
-    `right[i]` and `wrong[i]` are responses to `entries[i]`; each right one must score higher than each wrong one.
-    Raises ContractBroken, PluginFault.
+    `right[i]` and `wrong[i]` are responses to `entries[i]`; each right one must score higher than each wrong one. A reward
+    of generated pictures gets `Response`s with a `picture_file`, and only these are scored. Raises ContractBroken,
+    PluginFault.
     """
     spec = RewardSpec(name=name, answer=answer, options=dict(options or {}))
     reward = OpenReward.of(spec)
@@ -103,20 +104,21 @@ def check_reward(
             values[good].append(_scored(name, reward, response, entry).value)
     for best, worst in itertools.product(values[True], values[False]):
         _promise(best > worst, f"reward {name!r} gives {best} for a right response and {worst} for a wrong one")
+    given = [one for one in (*right, *wrong) if is_picture(one)] or [Response(text) for text in ODD_RESPONSES]
     for entry in entries:
-        for response in ODD_RESPONSES:
+        for response in given:
             once, again = (_scored(name, reward, response, entry) for _ in range(2))
             _promise(once == again, f"reward {name!r} gives {once}, then {again}, for the same response and entry")
             _promise(math.isfinite(once.value), f"reward {name!r} is {once.value}")
     odd = spec.model_copy(update={"options": {**spec.options, NO_SUCH_OPTION: 1}})
     _refuses(
         f"reward {name!r} accepts an unknown option",
-        lambda: OpenReward.of(odd)(Response("0"), entries[0]),
+        lambda: OpenReward.of(odd)(given[-1], entries[0]),
         RewardError,
     )
     bare = {key: value for key, value in entries[0].items() if key != answer}
     if len(bare) < len(entries[0]):
-        _says_so(f"reward {name!r} and an entry without {answer!r}", lambda: reward(Response(""), bare), RewardError)
+        _says_so(f"reward {name!r} and an entry without {answer!r}", lambda: reward(given[0], bare), RewardError)
 
 
 def check_filter(name: str, entries: Entries, *, options: Mapping[str, Option] | None = None) -> None:
@@ -202,7 +204,7 @@ def _check_group(name: str, group: Group) -> None:
 
 def _scored(name: str, reward: OpenReward, response: str, entry: Mapping[str, Any]) -> RewardResult:
     try:
-        return reward(Response(response, len(response) + 1), entry)
+        return reward(response if is_picture(response) else Response(response, len(response) + 1), entry)
     except RewardError as error:
         shown = repr(response if len(response) < 40 else f"{response[:40]}…")
         trace = plugin_trace(error)

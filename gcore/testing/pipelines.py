@@ -11,45 +11,30 @@ import torch
 Family = Literal["sd3", "flux", "qwen_image", "sd"]
 FAMILIES: tuple[Family, ...] = ("sd3", "flux", "qwen_image", "sd")
 
+REAL_WORDS = 77
+"""Number of tokens to which CLIP's text encoders pad prompts."""
+
 WORDS = ("<|startoftext|>", "<|endoftext|>", "<pad>", "a", "red", "green", "blue", "square", "circle")
 """The vocabulary of the text encoders."""
 
 
-def write_pipeline(folder: Path, family: Family = "sd3", *, seed: int = 0, shift: float = 1.0) -> Path:
+def write_pipeline(
+    folder: Path, family: Family = "sd3", *, seed: int = 0, shift: float = 1.0, whole: bool = False
+) -> Path:
     """Write a pipeline that generates pictures of 16 x 16 pixels, and return its folder.
 
-    `sd3` has no VAE: it generates pixels. `shift`: of the scheduler's levels.
+    `sd3` has no VAE: it generates pixels. `shift`: of the scheduler's levels. `whole`: with all parts and the lengths of prompts
+    that the family's real pipelines have, as SGLang needs them; `sd3` then generates pictures of 32 x 32 pixels.
     """
     import diffusers
 
     torch.manual_seed(seed)
+    words = REAL_WORDS if whole else 8
     flow = diffusers.FlowMatchEulerDiscreteScheduler(shift=shift)
     made: Any
     match family:
         case "sd3":
-            made = diffusers.StableDiffusion3Pipeline(
-                transformer=diffusers.SD3Transformer2DModel(
-                    sample_size=16,
-                    patch_size=4,
-                    in_channels=3,
-                    out_channels=3,
-                    num_layers=2,
-                    num_attention_heads=2,
-                    attention_head_dim=16,
-                    joint_attention_dim=32,
-                    caption_projection_dim=32,
-                    pooled_projection_dim=32,
-                    pos_embed_max_size=4,
-                ),
-                scheduler=flow,
-                vae=None,
-                text_encoder=_clip(16, projects=True),
-                tokenizer=_tokenizer(8),
-                text_encoder_2=_clip(16, projects=True),
-                tokenizer_2=_tokenizer(8),
-                text_encoder_3=None,
-                tokenizer_3=None,
-            )
+            made = _sd3(diffusers, flow, words, whole=whole)
         case "flux":
             made = diffusers.FluxPipeline(
                 transformer=diffusers.FluxTransformer2DModel(
@@ -65,8 +50,8 @@ def write_pipeline(folder: Path, family: Family = "sd3", *, seed: int = 0, shift
                 ),
                 scheduler=flow,
                 vae=_vae(4, shift_factor=0.1),
-                text_encoder=_clip(16),
-                tokenizer=_tokenizer(8),
+                text_encoder=_clip(16, words),
+                tokenizer=_tokenizer(words),
                 text_encoder_2=_t5(32),
                 tokenizer_2=_tokenizer(512),
             )
@@ -95,8 +80,8 @@ def write_pipeline(folder: Path, family: Family = "sd3", *, seed: int = 0, shift
                     steps_offset=1,
                 ),
                 vae=_vae(4),
-                text_encoder=_clip(16),
-                tokenizer=_tokenizer(8),
+                text_encoder=_clip(16, words),
+                tokenizer=_tokenizer(words),
                 safety_checker=None,
                 feature_extractor=None,
                 requires_safety_checker=False,
@@ -105,6 +90,33 @@ def write_pipeline(folder: Path, family: Family = "sd3", *, seed: int = 0, shift
         warnings.simplefilter("ignore")
         made.save_pretrained(folder)
     return folder
+
+
+def _sd3(diffusers: Any, scheduler: Any, words: int, *, whole: bool) -> Any:
+    """Without a VAE and a T5 encoder, unless it is `whole`: then its VAE has the real one's scale of 8."""
+    return diffusers.StableDiffusion3Pipeline(
+        transformer=diffusers.SD3Transformer2DModel(
+            sample_size=4 if whole else 16,
+            patch_size=2 if whole else 4,
+            in_channels=4 if whole else 3,
+            out_channels=4 if whole else 3,
+            num_layers=2,
+            num_attention_heads=2,
+            attention_head_dim=16,
+            joint_attention_dim=32,
+            caption_projection_dim=32,
+            pooled_projection_dim=32,
+            pos_embed_max_size=4,
+        ),
+        scheduler=scheduler,
+        vae=_vae(4, shift_factor=0.1, levels=4) if whole else None,
+        text_encoder=_clip(16, words, projects=True),
+        tokenizer=_tokenizer(words),
+        text_encoder_2=_clip(16, words, projects=True),
+        tokenizer_2=_tokenizer(words),
+        text_encoder_3=_t5(32) if whole else None,
+        tokenizer_3=_tokenizer(256) if whole else None,
+    )
 
 
 def _qwen_image(diffusers: Any, scheduler: Any) -> Any:
@@ -167,7 +179,7 @@ def _tokenizer(longest: int) -> Any:
     )
 
 
-def _clip(width: int, *, projects: bool = False) -> Any:
+def _clip(width: int, words: int, *, projects: bool = False) -> Any:
     from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
 
     config = CLIPTextConfig(
@@ -176,7 +188,7 @@ def _clip(width: int, *, projects: bool = False) -> Any:
         intermediate_size=2 * width,
         num_hidden_layers=1,
         num_attention_heads=2,
-        max_position_embeddings=8,
+        max_position_embeddings=words,
         projection_dim=width,
         bos_token_id=0,
         eos_token_id=1,
@@ -192,13 +204,13 @@ def _t5(width: int) -> Any:
     return T5EncoderModel(config)
 
 
-def _vae(channels: int, *, shift_factor: float | None = None) -> Any:
+def _vae(channels: int, *, shift_factor: float | None = None, levels: int = 2) -> Any:
     from diffusers import AutoencoderKL
 
     return AutoencoderKL(
-        block_out_channels=(8, 8),
-        down_block_types=("DownEncoderBlock2D",) * 2,
-        up_block_types=("UpDecoderBlock2D",) * 2,
+        block_out_channels=(8,) * levels,
+        down_block_types=("DownEncoderBlock2D",) * levels,
+        up_block_types=("UpDecoderBlock2D",) * levels,
         latent_channels=channels,
         norm_num_groups=4,
         sample_size=16,

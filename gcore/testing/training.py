@@ -30,7 +30,7 @@ from gcore.models.replicas import Extent
 from gcore.rollout.api import FolderUpdate, WeightUpdate
 from gcore.testing.contracts import ContractBroken
 from gcore.train.backends.base import AdamKind, TensorKind, UpdateResult, trained_parameters
-from gcore.train.batching import Feeding, LogitsOf, MicroBatch, Scores
+from gcore.train.batching import Feeding, MicroBatch, OutputsOf, Scores
 from gcore.train.objectives import Count, Need, Targets, find_plugin_advantage, find_plugin_loss
 from gcore.types import Version
 
@@ -121,7 +121,7 @@ class FakeTrainBackend:
         self,
         module: nn.Module,
         feeding: Feeding,
-        outputs_of: LogitsOf,
+        outputs_of: OutputsOf,
         *,
         betas: tuple[float, float] = (0.9, 0.999),
         max_grad_norm: float = 1.0,

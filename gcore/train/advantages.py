@@ -26,6 +26,7 @@ from gcore.train.algorithms.advantages import (
     less_kl,
     whitened,
 )
+from gcore.train.algorithms.denoising import denoising_advantages
 from gcore.train.batching import BatchIndex, MicroBatch, StepTensors
 from gcore.train.objectives import PluginAdvantage
 
@@ -62,6 +63,12 @@ def advantages(
     """
     if train.loss == "sft":
         return {place: torch.zeros_like(step.at(place).rollout_logp[:, :1]) for place in step.places()}
+    if train.diffusion is not None:
+        how = train.diffusion
+        of_group = partial(
+            denoising_advantages, std_of=how.adv_std, ddof=how.adv_ddof, epsilon=how.adv_eps, clip=how.adv_clip
+        )
+        return _spread(step, _by_group(step, of_group, {}, over_ranks))
     match train.advantage:
         case "grpo" | "dr_grpo" | "rloo" as kind:
             return _spread(step, _by_group(step, partial(group_advantages, kind=kind), penalties, over_ranks))

@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, Self
 
 import numpy as np
 import torch
@@ -29,6 +29,7 @@ from gcore.config.train import TrainSpec
 from gcore.errors import DataError
 from gcore.ledger.balance import SampleSlot
 from gcore.models.vision import (
+    REPEATS,
     PictureProcessor,
     PictureTensors,
     PositionCounter,
@@ -173,31 +174,43 @@ LogitsOf = Callable[[ModelInputs], Tensor]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MicroBatch:
-    """A micro-batch of this rank: one row per sample of `slots`, columns are the tokens of its response, padded to w.
+    """A micro-batch of this rank: one row per sample of `slots`, columns are what is trained of it, padded to w.
 
-    A dummy (without samples) has one row. `mask` [b, w] bool: tokens of unmasked samples, which are trained. `scored`
-    [b, w] bool: the same, and the tokens of masked samples if they are computed. Neither includes observed tokens (tool
-    or environment output), which are only input of the model. `rollout_logp` [b, w] float32: the engine's
-    log-probabilities, 0 for unscored tokens.
-
-    By scored token, of which there is at least one (a dummy scores one token): `targets` [n] int64, its id;
-    `temperature` [n] float32 (None: 1 for all); `places` [n] int64, its position in the flattened [b·w]. `computed`:
-    number of input tokens of the whole row; `real`: those of them that belong to samples, not to padding.
-
-    With sequence parallelism all ranks of `group` have the same micro-batch; `targets`, `temperature` and `inputs` have
-    only the tokens of this rank's slice of the row. `scored_by`: number of scored tokens in each rank's slice.
+    A dummy (without samples) has one row. `mask` [b, w] bool: tokens (or denoising steps) of unmasked samples, which are
+    trained. `scored` [b, w] bool: the same, and those of masked samples if they are computed. `rollout_logp` [b, w] float32:
+    the engine's log-probabilities, 0 where nothing is scored. `computed`: number of input tokens of the whole micro-batch;
+    `real`: those of them that belong to samples, not to padding.
     """
 
     slots: tuple[SampleSlot, ...]
-    inputs: ModelInputs
-    targets: Tensor
-    temperature: Tensor | None
-    places: Tensor
     mask: Tensor
     scored: Tensor
     rollout_logp: Tensor
     real: int
     computed: int
+
+    @property
+    def size(self) -> str:
+        """Size of the micro-batch in words, for error messages."""
+        return f"a micro-batch of {len(self.slots)} samples, {self.computed} tokens"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenBatch(MicroBatch):
+    """A micro-batch of texts. Columns are the tokens of responses. Neither `mask` nor `scored` includes observed tokens (tool
+    or environment output), which are only input of the model.
+
+    By scored token, of which there is at least one (a dummy scores one token): `targets` [n] int64, its id;
+    `temperature` [n] float32 (None: 1 for all); `places` [n] int64, its position in the flattened [b·w].
+
+    With sequence parallelism all ranks of `group` have the same micro-batch; `targets`, `temperature` and `inputs` have
+    only the tokens of this rank's slice of the row. `scored_by`: number of scored tokens in each rank's slice.
+    """
+
+    inputs: ModelInputs
+    targets: Tensor
+    temperature: Tensor | None
+    places: Tensor
     group: SequenceGroup
     scored_by: tuple[int, ...]
 
@@ -224,10 +237,48 @@ class Scores:
     logp: Tensor
     entropy: Tensor
 
+    def kept(self) -> Self:
+        """What later passes compare with, without gradients."""
+        return replace(self, logp=self.logp.detach(), entropy=self.entropy.detach())
+
+
+OutputsOf = Callable[[Any], Tensor]
+"""Maps the inputs of a micro-batch to the model's outputs for it."""
+
+
+class Feeding(Protocol):
+    """How a rank turns samples into micro-batches for its models, and the models' outputs into scores."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the models compute."""
+        ...
+
+    @property
+    def group(self) -> SequenceGroup:
+        """The ranks that compute a packed row together."""
+        ...
+
+    def outputs_of(self, call: Callable[..., Any]) -> OutputsOf:
+        """Wrap a module, or an engine around one, as a function from the inputs of a micro-batch to its outputs."""
+        ...
+
+    def dummy_inputs(self) -> Any:
+        """Inputs of a micro-batch without samples."""
+        ...
+
+    def cut(self, work: StepInput, train: TrainSpec) -> StepTensors:
+        """Split this rank's share of a step into micro-batches. Raises DataError for samples that do not fit the model."""
+        ...
+
+    def score(self, outputs_of: OutputsOf, batch: Any, *, entropic: bool = False) -> Scores:
+        """Score a micro-batch of `cut` under a model. `entropic`: whether the gradient also flows through entropies."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
-class Feeding:
-    """How a rank lays out tokens for its models.
+class TokenFeeding:
+    """How a rank lays out tokens for its models; implements `Feeding`.
 
     `vocabulary`: the number of token ids that all of the models support. `group`: the ranks that compute a packed row
     together.
@@ -241,6 +292,45 @@ class Feeding:
     """Token IDs [k] int64 that stand for media: their logits count as minus infinity. None: a text model."""
     vision: VisionFeeding | None = None
     """Provides the pictures of samples; None: the job has none."""
+
+    def outputs_of(self, call: Callable[..., Any]) -> LogitsOf:
+        """Wrap a model, as `logits_of`."""
+        return logits_of(call)
+
+    def dummy_inputs(self) -> ModelInputs:
+        """Inputs of a micro-batch without samples."""
+        return make_dummy(self).inputs
+
+    def cut(self, work: StepInput, train: TrainSpec) -> StepTensors:
+        """Split this rank's share of a step, as `cut_step`."""
+        return cut_step(work, train, self)
+
+    def score(self, outputs_of: LogitsOf, batch: TokenBatch, *, entropic: bool = False) -> Scores:
+        """Score a micro-batch, as `score_batch`."""
+        return score_batch(outputs_of, batch, entropic=entropic)
+
+
+def logits_of(call: Callable[..., Any]) -> LogitsOf:
+    """Wrap a Hugging Face module, or a DeepSpeed engine around one, as a function from `ModelInputs` to logits.
+
+    The function returns the logits [n, vocabulary] of the scored tokens. For a packed row it first tells the packed
+    attention how the row is split.
+    """
+    from gcore.train.backends.packed_attention import PACKED  # imports transformers: seconds
+
+    def logits(inputs: ModelInputs) -> Tensor:
+        more: dict[str, Any] = {}
+        if inputs.positions is not None:
+            PACKED.lay(inputs.rectangles, inputs.tokens.device)
+            more["position_ids"] = inputs.positions
+        if inputs.pictures is not None:
+            REPEATS.places = inputs.pictures.places
+            more |= inputs.pictures.arguments
+        out: Tensor = call(input_ids=inputs.tokens, use_cache=False, logits_to_keep=inputs.columns, **more).logits
+        flat = out.flatten(0, 1)
+        return flat if inputs.rows is None else flat.index_select(0, inputs.rows)
+
+    return logits
 
 
 class VisionFeeding:
@@ -322,7 +412,7 @@ class RowPictures:
     positions: NDArray[np.int64] | None = None
 
 
-def make_batch(work: StepInput, plan: MicroPlan, feeding: Feeding) -> MicroBatch:
+def make_batch(work: StepInput, plan: MicroPlan, feeding: TokenFeeding) -> TokenBatch:
     """Convert the samples of `plan` to a micro-batch on the device; a plan without samples gives a dummy.
 
     Raises DataError for a token outside of the model's vocabulary.
@@ -332,19 +422,19 @@ def make_batch(work: StepInput, plan: MicroPlan, feeding: Feeding) -> MicroBatch
     return _tensors(plan.slots, _rows(work, plan), plan.rectangles, feeding)
 
 
-def make_dummy(feeding: Feeding) -> MicroBatch:
+def make_dummy(feeding: TokenFeeding) -> TokenBatch:
     """A micro-batch without samples, for a rank with fewer micro-batches than others: all ranks must run the same
     number.
     """
     return _tensors((), (), (DUMMY,), feeding)
 
 
-def score_batch(logits_of: LogitsOf, batch: MicroBatch, *, entropic: bool = False) -> Scores:
+def score_batch(outputs_of: LogitsOf, batch: TokenBatch, *, entropic: bool = False) -> Scores:
     """Log-probabilities and entropies of a micro-batch's scored tokens under a model, [b, w], 0 elsewhere.
 
     A collective of the sequence group. The caller enables or disables gradients. `entropic`: whether the gradient also flows through the entropies.
     """
-    logits, forbidden = logits_of(batch.inputs), batch.inputs.forbidden
+    logits, forbidden = outputs_of(batch.inputs), batch.inputs.forbidden
     logp, entropy = token_logprobs(logits, batch.targets, batch.temperature, entropic=entropic, forbidden=forbidden)
     return Scores(batch.spread(logp), batch.spread(entropy))
 
@@ -357,8 +447,8 @@ class _Row:
 
 
 def _tensors(
-    slots: tuple[SampleSlot, ...], rows: Sequence[_Row], rectangles: tuple[Rectangle, ...], feeding: Feeding
-) -> MicroBatch:
+    slots: tuple[SampleSlot, ...], rows: Sequence[_Row], rectangles: tuple[Rectangle, ...], feeding: TokenFeeding
+) -> TokenBatch:
     group, rectangles = feeding.group, feeding.group.fill(rectangles)
     computed = sum(one.tokens for one in rectangles)
     tokens, starts = np.zeros(computed, dtype=np.int64), np.array(_starts(rectangles)[: len(rows)], dtype=np.int64)
@@ -394,19 +484,19 @@ def _tensors(
     def put(values: NDArray[np.generic]) -> Tensor:
         return torch.from_numpy(values).to(feeding.device)
 
-    return MicroBatch(
-        slots,
-        _inputs(tokens, columns[own], rectangles, pictures, feeding),
-        put(tokens[np.minimum(columns[own] + 1, computed - 1)]),
-        None if bool((scale == 1.0).all()) else put(scale[own]),
-        put(where),
-        put(mask),
-        put(scored),
-        put(logprobs),
-        int(prompts.sum() + responses.sum()),
-        computed,
-        group,
-        tuple(end - start for start, end in itertools.pairwise([0, *ends])),
+    return TokenBatch(
+        slots=slots,
+        mask=put(mask),
+        scored=put(scored),
+        rollout_logp=put(logprobs),
+        real=int(prompts.sum() + responses.sum()),
+        computed=computed,
+        inputs=_inputs(tokens, columns[own], rectangles, pictures, feeding),
+        targets=put(tokens[np.minimum(columns[own] + 1, computed - 1)]),
+        temperature=None if bool((scale == 1.0).all()) else put(scale[own]),
+        places=put(where),
+        group=group,
+        scored_by=tuple(end - start for start, end in itertools.pairwise([0, *ends])),
     )
 
 
@@ -448,7 +538,7 @@ def _inputs(
     scored: NDArray[np.int64],
     rectangles: tuple[Rectangle, ...],
     pictures: Sequence[RowPictures],
-    feeding: Feeding,
+    feeding: TokenFeeding,
 ) -> ModelInputs:
     """Build the model's inputs. `tokens` [t]: all rows end to end. `scored` [n]: offsets whose logits this rank computes.
     `pictures`: of each row that is a sample; empty for text models.
@@ -549,17 +639,22 @@ class StepTensors:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PrecomputedPasses:
-    """Per-token results by micro-batch, computed before the updates: advantages, old and reference log-probabilities.
+    """Results by micro-batch, computed before the updates: advantages, and scores of the old policy and of the reference.
 
     `old` may lack the first mini-batch, which its first update fills in. `reference` is empty without a KL to it.
     """
 
     advantages: dict[BatchIndex, Tensor]
-    old: dict[BatchIndex, Tensor]
-    reference: dict[BatchIndex, Tensor]
+    old: dict[BatchIndex, Scores]
+    reference: dict[BatchIndex, Scores]
+
+    @property
+    def old_logp(self) -> dict[BatchIndex, Tensor]:
+        """Old log-probabilities [b, w] by micro-batch."""
+        return {place: scores.logp for place, scores in self.old.items()}
 
 
-def cut_step(work: StepInput, train: TrainSpec, feeding: Feeding) -> StepTensors:
+def cut_step(work: StepInput, train: TrainSpec, feeding: TokenFeeding) -> StepTensors:
     """Split this rank's share of a step into micro-batches of tensors. Raises DataError for tokens outside of the
     vocabulary.
     """

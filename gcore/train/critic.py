@@ -33,7 +33,7 @@ from gcore.errors import DataError
 from gcore.models.layout import MODEL_FILE
 from gcore.train.advantages import RankReductions, ValueTargets, moments, value_targets
 from gcore.train.backends.base import TrainBackend, UpdateResult
-from gcore.train.batching import BatchIndex, MicroBatch, StepTensors
+from gcore.train.batching import BatchIndex, MicroBatch, StepTensors, TokenBatch
 from gcore.train.hf_models import REMEDIES, STATE_REMEDIES, check_names, explain_memory_error, load_module
 from gcore.train.objectives import Count, ValueFit, ValueFunction
 from gcore.train.rank.launch import RankLaunch
@@ -77,6 +77,7 @@ class ValueModel(nn.Module):
 
 def values_of(critic: TrainBackend, batch: MicroBatch) -> Tensor:
     """The critic's value at each scored token of a micro-batch, before that token, [b, w] float32; 0 elsewhere."""
+    assert isinstance(batch, TokenBatch), "only texts have values"
     return batch.spread(critic.outputs_of(batch.inputs)[:, 0])
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +25,8 @@ from transformers.utils import logging as transformers_logging
 from gcore.config.train import TrainSpec
 from gcore.errors import DataError, GcoreError, first_line
 from gcore.models.checks import check_loaded, require_config
-from gcore.models.vision import REPEATS, auto_class, repeat_features
+from gcore.models.vision import auto_class, repeat_features
 from gcore.system.memory import is_out_of_memory
-from gcore.train.backends.packed_attention import PACKED
-from gcore.train.batching import LogitsOf, ModelInputs
 
 REMEDIES = (
     "micro_batch_tokens",
@@ -124,28 +122,6 @@ def load_module(
         )
     loaded: nn.Module = module
     return loaded.eval()
-
-
-def logits_of(call: Callable[..., Any]) -> LogitsOf:
-    """Wrap a Hugging Face module, or a DeepSpeed engine around one, as a function from `ModelInputs` to logits.
-
-    The function returns the logits [n, vocabulary] of the scored tokens. For a packed row it first tells the packed
-    attention how the row is split.
-    """
-
-    def logits(inputs: ModelInputs) -> Tensor:
-        more: dict[str, Any] = {}
-        if inputs.positions is not None:
-            PACKED.lay(inputs.rectangles, inputs.tokens.device)
-            more["position_ids"] = inputs.positions
-        if inputs.pictures is not None:
-            REPEATS.places = inputs.pictures.places
-            more |= inputs.pictures.arguments
-        out: Tensor = call(input_ids=inputs.tokens, use_cache=False, logits_to_keep=inputs.columns, **more).logits
-        flat = out.flatten(0, 1)
-        return flat if inputs.rows is None else flat.index_select(0, inputs.rows)
-
-    return logits
 
 
 def vocabulary_of(module: nn.Module) -> int:

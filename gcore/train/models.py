@@ -38,17 +38,27 @@ from gcore.train.backends.adapters import BaseReference, add_adapters, load_adap
 from gcore.train.backends.base import OptimizerSettings, TrainBackend, forward_tensors
 from gcore.train.backends.packed_attention import NAME, PACKED, UnsupportedPackedAttention, attention_heads
 from gcore.train.backends.sequence_parallel import ALONE, SequenceGroup
-from gcore.train.batching import Feeding, LogitsOf, ModelInputs, RowPictures, VisionFeeding, token_positions
+from gcore.train.batching import (
+    Feeding,
+    ModelInputs,
+    OutputsOf,
+    RowPictures,
+    TokenFeeding,
+    VisionFeeding,
+    logits_of,
+    token_positions,
+)
 from gcore.train.checkpoint.run_files import Highest
 from gcore.train.critic import load_backbone, make_value_model
+from gcore.train.denoising.follower import FollowingNetwork
 from gcore.train.hf_models import (
     cast_parameters,
     check_names,
     checkpoint_activations,
     load_module,
-    logits_of,
     vocabulary_of,
 )
+from gcore.train.objectives import PolicyObjective
 from gcore.train.packing import Packing, Rectangle
 from gcore.train.rank.launch import RankLaunch
 
@@ -64,32 +74,32 @@ class Reference:
     `awake` is a collective under stage 3, and so is every call of its result.
     """
 
-    def __init__(self, module: nn.Module, train: TrainSpec, device: torch.device) -> None:
+    def __init__(self, module: nn.Module, train: TrainSpec, feeding: Feeding) -> None:
         cast_parameters(module, torch.bfloat16 if train.dtype == "bf16" else torch.float32)
         module.requires_grad_(False).eval()
         self._module = module
-        self._device = device
+        self._device = device = feeding.device
         self._moves = train.offload_reference and train.zero_stage < 3 and device.type != "cpu"
         if train.zero_stage == 3:
-            self._logits_of = logits_of(_split_frozen(module, train, device))
+            self._outputs_of = feeding.outputs_of(_split_frozen(module, train, device))
             return
         if not self._moves:
             module.to(device)
-        self._logits_of = logits_of(module)
+        self._outputs_of = feeding.outputs_of(module)
 
     def forward_tensors(self) -> Iterator[Tensor]:
         """Every tensor on this rank that its forward pass uses. Not a collective."""
         return forward_tensors(self._module)
 
     @contextlib.contextmanager
-    def awake(self) -> Iterator[LogitsOf]:
-        """Its logits function, valid within the block; the model is on the device meanwhile."""
+    def awake(self) -> Iterator[OutputsOf]:
+        """What computes its outputs, valid within the block; the model is on the device meanwhile."""
         if not self._moves:
-            yield self._logits_of
+            yield self._outputs_of
             return
         self._module.to(self._device, non_blocking=True)
         try:
-            yield self._logits_of
+            yield self._outputs_of
         finally:
             self._module.to("cpu")
             torch.cuda.empty_cache()
@@ -315,6 +325,10 @@ class RankModels:
     reference: Reference | BaseReference | None
     critic: TrainBackend | None = None
     """Its outputs are values, one for each scored token."""
+    follower: FollowingNetwork | None = None
+    """A network that follows the policy: engines serve it in the policy's place, or evaluate it."""
+    objective: PolicyObjective | None = None
+    """The policy's objective, if it depends on the model's files; None: that of the spec alone."""
     frozen: Mapping[str, Tensor] = field(default_factory=dict)
     """On rank 0, the policy's parameters that are not trained (`train.freeze`), float32 in host memory. They never change."""
 
@@ -373,10 +387,10 @@ def load_models(
     every = [vocabulary_of(module), *([] if value_model is None else [value_model.vocabulary])]
     media = media_token_ids(module.config)
     forbidden = torch.tensor(media, device=device) if media else None
-    feeding = Feeding(packing, min(every), device, group, forbidden, vision)
+    feeding = TokenFeeding(packing, min(every), device, group, forbidden, vision)
     policy = _split(module, train, train, feeding)
     tell()
-    reference = _reference(policy, original, train, device)
+    reference = _reference(policy, original, train)
     tell()
     if value_model is None or train.critic is None:
         return RankModels(policy, reference, frozen=frozen if launch.rank == 0 else {})
@@ -384,7 +398,7 @@ def load_models(
         fill("critic", value_model)
     critic = _split(value_model, train, train.critic, feeding)
     tell()
-    return RankModels(policy, reference, critic, frozen if launch.rank == 0 else {})
+    return RankModels(policy, reference, critic, frozen=frozen if launch.rank == 0 else {})
 
 
 def freeze_parts(module: nn.Module, parts: Sequence[str], folder: Path) -> dict[str, Tensor]:
@@ -421,11 +435,9 @@ def _vision_feeding(launch: RankLaunch, module: nn.Module) -> VisionFeeding | No
     return VisionFeeding(module, PictureProcessor(launch.model_path), Path(launch.blobs.folder))
 
 
-def _reference(
-    policy: TrainBackend, original: nn.Module | None, train: TrainSpec, device: torch.device
-) -> Reference | BaseReference | None:
+def _reference(policy: TrainBackend, original: nn.Module | None, train: TrainSpec) -> Reference | BaseReference | None:
     if original is not None:
-        return Reference(original, train, device)
+        return Reference(original, train, policy.feeding)
     return BaseReference(policy) if train.kl_coef > 0 else None
 
 

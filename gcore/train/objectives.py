@@ -29,7 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -162,11 +162,12 @@ def find_plugin_loss(train: TrainSpec) -> PluginLoss | None:
     return found
 
 
-Need = Literal["old_logprobs", "all_old_logprobs", "reference", "entropy_gradient"]
+Need = Literal["old_logprobs", "all_old_logprobs", "reference", "served", "entropy_gradient"]
 """What an objective needs besides the forward pass of its update.
 
 `old_logprobs`: the policy's log-probabilities before the step's updates. `all_old_logprobs`: those of all mini-batches,
-before the first update. `reference`: log-probabilities of the job's initial model. `entropy_gradient`: entropies
+before the first update. `reference`: log-probabilities of the job's initial model. `served`: scores of the network that engines serve,
+if it is not the trained one. `entropy_gradient`: entropies
 through which the gradient flows.
 """
 
@@ -213,6 +214,18 @@ class Objective(Protocol[S, T]):
         ...
 
 
+class OtherScores(NamedTuple):
+    """Scores of a micro-batch by other models: the old policy and the reference, whose log-probabilities `Targets` has too, and
+    the network that engines serve, if it is not the trained one."""
+
+    old: Scores | None = None
+    reference: Scores | None = None
+    served: Scores | None = None
+
+
+NO_OTHERS = OtherScores()
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Targets:
     """What the policy's loss needs besides the model's outputs for a micro-batch.
@@ -226,6 +239,7 @@ class Targets:
     old: Tensor
     reference: Tensor | None
     mask: Tensor
+    others: OtherScores = NO_OTHERS
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -257,7 +271,7 @@ def policy_objective(spec: JobSpec) -> PolicyObjective:
 
 
 @dataclass(frozen=True, slots=True)
-class _TokenObjective:
+class TokenObjective:
     """Base of objectives with one loss per token.
 
     `horizon`: the constant by which the aggregation seq-mean-token-sum-norm divides, in tokens.
@@ -276,7 +290,7 @@ class _TokenObjective:
 
 
 @dataclass(frozen=True, slots=True)
-class Supervised(_TokenObjective):
+class Supervised(TokenObjective):
     """Supervised fine-tuning: maximize the likelihood of given responses, without rewards or ratios."""
 
     @property
@@ -296,7 +310,7 @@ class Supervised(_TokenObjective):
 
 
 @dataclass(frozen=True, slots=True)
-class PolicyGradient(_TokenObjective):
+class PolicyGradient(TokenObjective):
     """Policy gradient on advantages: the job's loss with its clip, off-policy correction, KL and entropy terms.
 
     `correction`: `rollout.correction` of the spec. `own`: the user's loss, if the spec names one.
@@ -365,11 +379,12 @@ class PolicyGradient(_TokenObjective):
     def metrics(self, scores: Scores, targets: Targets) -> Mapping[str, Tensor]:
         """The policy's metrics, and statistics of its ratio to π_old, of the clip and of the off-policy correction."""
         mask, logp = targets.mask, scores.logp.detach()
-        ratio = self.ratio(logp, targets)[mask].double()
+        new, old = (one.detach() for one in self._compared(scores, targets))
+        ratio = self._ratio(new, old, targets)[mask].double()
         found = {
             **_policy_metrics(scores, targets),
             "kl": _masked(kl_estimate(targets.old, logp, "k3"), mask),
-            "clipped": _masked(self.clipped(logp, targets), mask),
+            "clipped": _masked(self._clipped(new, old, targets), mask),
             "ratio": ratio.sum(),
             "ratio_tokens": mask.sum(),
             "ratio_off": (ratio - 1).abs().sum(),
@@ -386,18 +401,22 @@ class PolicyGradient(_TokenObjective):
             }
         return found
 
-    def ratio(self, logp: Tensor, targets: Targets) -> Tensor:
+    def _compared(self, scores: Scores, targets: Targets) -> tuple[Tensor, Tensor]:
+        """New and old log-probabilities [b, w] whose ratio is clipped."""
+        return scores.logp, targets.old
+
+    def _ratio(self, logp: Tensor, old: Tensor, targets: Targets) -> Tensor:
         """The ratio that the clip acts on, [b, w]: new over old probability, of the token or of its sequence."""
         if self.train.loss == "gspo":
-            return sequence_ratio(logp, targets.old, targets.batch.mask).expand(logp.shape)
-        return token_ratio(logp, targets.old)
+            return sequence_ratio(logp, old, targets.batch.mask).expand(logp.shape)
+        return token_ratio(logp, old)
 
-    def clipped(self, logp: Tensor, targets: Targets) -> Tensor:
+    def _clipped(self, logp: Tensor, old: Tensor, targets: Targets) -> Tensor:
         """1 where the clip removes a token's gradient (for cispo: caps its weight), else 0, [b, w].
 
         For a user's loss: where PPO's clip would do so.
         """
-        train, old, gain = self.train, targets.old, targets.advantages
+        train, gain = self.train, targets.advantages
         low, high = train.clip_low, train.clip_high
         match train.loss:
             case "gspo":
@@ -409,7 +428,7 @@ class PolicyGradient(_TokenObjective):
 
 
 @dataclass(frozen=True, slots=True)
-class ValueFunction(_TokenObjective):
+class ValueFunction(TokenObjective):
     """Regression of the critic's values on returns, with the policy's aggregation and counts."""
 
     critic: CriticSpec

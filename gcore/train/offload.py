@@ -192,8 +192,9 @@ class MemoryOffloader:
     def _forward(self) -> Iterator[Tensor]:
         for model in self._trained():
             yield from model.forward_tensors()
-        if self._models.reference is not None:
-            yield from self._models.reference.forward_tensors()
+        for frozen in (self._models.reference, self._models.follower):
+            if frozen is not None:
+                yield from frozen.forward_tensors()
 
     def _worth_it(self, storage: torch.UntypedStorage) -> bool:
         return storage.nbytes() >= SMALLEST and storage.device.type == self._device.type

@@ -34,6 +34,7 @@ from torch import Tensor
 
 from gcore.config.spec import SamplesSpec
 from gcore.config.train import learning_rate
+from gcore.ledger.balance import SampleSlot
 from gcore.ledger.records.chain import Seal
 from gcore.models.publisher import Publisher
 from gcore.observability.samples import KeptAdvantage, advantages_name, choose_groups, write_samples
@@ -44,13 +45,11 @@ from gcore.train.algorithms.losses import kl_estimate
 from gcore.train.backends.distributed import Collective, SampleReductions
 from gcore.train.batching import (
     BatchIndex,
-    LogitsOf,
     MicroBatch,
+    OutputsOf,
     PrecomputedPasses,
     Scores,
     StepTensors,
-    cut_step,
-    score_batch,
 )
 from gcore.train.checkpoint.replicas import StateReplicator
 from gcore.train.checkpoint.run_files import CHECKPOINT, ReceiptWriter
@@ -59,7 +58,7 @@ from gcore.train.critic import CriticStep, CriticTrainer
 from gcore.train.hf_models import REMEDIES, STATE_REMEDIES, explain_memory_error
 from gcore.train.metrics import TrainStepMetrics
 from gcore.train.models import RankModels
-from gcore.train.objectives import Count, PolicyObjective, Targets, find_plugin_advantage, policy_objective
+from gcore.train.objectives import Count, OtherScores, PolicyObjective, Targets, find_plugin_advantage, policy_objective
 from gcore.train.offload import MemoryOffloader
 from gcore.train.rank.feed import StepInput, StepPartInput, remaining_parts
 from gcore.train.rank.launch import PhaseStopwatch, RankLaunch, StepResult
@@ -183,13 +182,15 @@ def show_advantages(
 def _advantages(
     step: StepTensors, advantages: Mapping[BatchIndex, Tensor], wanted: set[str]
 ) -> Iterator[KeptAdvantage]:
+    seen: set[SampleSlot] = set()  # a picture whose steps are in several micro-batches has one advantage
     for place in step.places():
         batch, values = step.at(place), advantages[place].detach()
         for row, slot in enumerate(batch.slots):
             digest = step.work.seal.groups[slot.group].digest
             scored = batch.scored[row]
-            if digest not in wanted or not bool(scored.any()):
+            if digest not in wanted or slot in seen or not bool(scored.any()):
                 continue
+            seen.add(slot)
             own = values[row].expand(scored.shape)[scored].double()
             least, most = float(own.min()), float(own.max())
             mean = float(own.mean())
@@ -242,13 +243,14 @@ class StepTrainer:
         self._over_samples = SampleReductions(collective, models.policy.feeding.group)
         self._policy = models.policy
         self._reference = models.reference
+        self._follower = models.follower
         self._saver = saver
         self._publisher = publisher
         self._offloader = MemoryOffloader(models, launch.spec.train, collective.device, clock)
         self._copier = copier
         self._start_s = start_s
         self._clock = clock
-        self._objective = policy_objective(launch.spec)
+        self._objective = models.objective or policy_objective(launch.spec)
         self._estimator = find_plugin_advantage(launch.spec.train)
         critic = models.critic
         self._critique = None if critic is None else CriticTrainer(critic, launch)
@@ -296,6 +298,9 @@ class StepTrainer:
             self._learn_rest(work, streamed, tell)
         elif work.seal.groups:  # the last step of a job may be empty and only write a checkpoint
             critic = self._learn(work, timer, tally, tell)
+        if self._follower is not None and work.seal.groups:
+            with timer.phase("update"):
+                self._follower.follow(work.seal.step - 1, partial(tell, "update"))
         fault_point(FaultPoint.STEP, "after")
         metrics = tally.metrics(self._over_samples) | (critic.metrics(self._over_samples) if critic is not None else {})
         with timer.phase("saving"):
@@ -322,10 +327,10 @@ class StepTrainer:
         any.
         """
         with timer.phase("cut"):
-            step = cut_step(work, self._train, self._policy.feeding)
+            step = self._policy.feeding.cut(work, self._train)
         known, critic = self._know(step, timer, tally, tell)
         show_advantages(self._launch.run_path, self._launch.spec.samples, step, known.advantages)
-        kept = trained_mask(step, self._objective, known.old, self._over_samples)
+        kept = trained_mask(step, self._objective, known.old_logp, self._over_samples)
         with timer.phase("update"):
             self._updates(step, known, kept, critic, tally, tell)
         return critic
@@ -335,9 +340,9 @@ class StepTrainer:
         self._agree(part.work)
         timer, tally = streamed.timer, streamed.tally
         with timer.phase("cut"):
-            step = cut_step(part.work, self._train, self._policy.feeding)
+            step = self._policy.feeding.cut(part.work, self._train)
         known, _ = self._know(step, timer, tally, tell)
-        kept = trained_mask(step, self._objective, known.old, self._over_samples)
+        kept = trained_mask(step, self._objective, known.old_logp, self._over_samples)
         streamed.add(kept.counts[0], self._objective)
         if self._launch.spec.samples.due(part.work.seal.step):
             streamed.keep(step, known.advantages)
@@ -395,15 +400,15 @@ class StepTrainer:
         )
 
     @torch.no_grad()
-    def _reference_pass(self, step: StepTensors, tell: Tell) -> dict[BatchIndex, Tensor]:
+    def _reference_pass(self, step: StepTensors, tell: Tell) -> dict[BatchIndex, Scores]:
         if "reference" not in self._objective.needs:
             return {}
         assert self._reference is not None
-        with self._reference.awake() as logits_of:
-            return self._score(logits_of, step, step.places(), "reference", tell)
+        with self._reference.awake() as outputs_of:
+            return self._score(outputs_of, step, step.places(), "reference", tell)
 
     @torch.no_grad()
-    def _old_pass(self, step: StepTensors, tally: TrainStepMetrics, tell: Tell) -> dict[BatchIndex, Tensor]:
+    def _old_pass(self, step: StepTensors, tally: TrainStepMetrics, tell: Tell) -> dict[BatchIndex, Scores]:
         """The policy's log-probabilities before the first update, only for the mini-batches that need a pass of their
         own.
         """
@@ -416,28 +421,28 @@ class StepTrainer:
             return {}
         places = [place for place in step.places() if everywhere or place.mini_batch > 0]
         found = self._score(self._policy.outputs_of, step, places, "old_logprobs", tell)
-        for place, logp in found.items():
-            tally.mismatch(logp, step.at(place))
+        for place, scores in found.items():
+            tally.mismatch(scores.logp, step.at(place))
         return found
 
     def _score(
-        self, logits_of: LogitsOf, step: StepTensors, places: Iterable[BatchIndex], phase: str, tell: Tell
-    ) -> dict[BatchIndex, Tensor]:
+        self, outputs_of: OutputsOf, step: StepTensors, places: Iterable[BatchIndex], phase: str, tell: Tell
+    ) -> dict[BatchIndex, Scores]:
         found = {}
         for place in places:
             tell(phase)
-            found[place] = self._scored(logits_of, step.at(place), phase).logp
+            found[place] = self._scored(outputs_of, step.at(place), phase).kept()
         return found
 
-    def _scored(self, logits_of: LogitsOf, batch: MicroBatch, phase: str, *, entropic: bool = False) -> Scores:
+    def _scored(self, outputs_of: OutputsOf, batch: MicroBatch, phase: str, *, entropic: bool = False) -> Scores:
         with explain_memory_error(f"{phase}: {batch.size}", self._train, REMEDIES):
-            return score_batch(logits_of, batch, entropic=entropic)
+            return self._policy.feeding.score(outputs_of, batch, entropic=entropic)
 
     def _penalties(
         self,
         step: StepTensors,
-        old: dict[BatchIndex, Tensor],
-        reference: dict[BatchIndex, Tensor],
+        old: dict[BatchIndex, Scores],
+        reference: dict[BatchIndex, Scores],
         tally: TrainStepMetrics,
     ) -> dict[BatchIndex, Tensor]:
         """Amounts by which the KL to the reference reduces each token's reward, [b, w] float64; empty without KL in the
@@ -452,8 +457,8 @@ class StepTrainer:
             batch = step.at(place)
             tally.fed(batch)
             if reference and self._train.rewards_kl:
-                policy = batch.rollout_logp if self._train.old_logprobs == "engine" else old[place]
-                kl = kl_estimate(policy, reference[place], self._train.kl_kind, most=self._train.kl_max)
+                policy = batch.rollout_logp if self._train.old_logprobs == "engine" else old[place].logp
+                kl = kl_estimate(policy, reference[place].logp, self._train.kl_kind, most=self._train.kl_max)
                 kl = torch.where(batch.scored, kl, 0.0)
                 penalties[place] = self._train.kl_coef * kl.double()
         return penalties
@@ -521,23 +526,30 @@ class StepTrainer:
         scores = self._scored(
             self._policy.outputs_of, batch, "update", entropic="entropy_gradient" in self._objective.needs
         )
-        own = scores.logp.detach()
+        own = scores.kept()
         compares = "old_logprobs" in self._objective.needs
         if part.untouched and place not in known.old and compares:
-            tally.mismatch(own, batch)
-        match self._train.old_logprobs:
-            case "recompute":
-                old = known.old.setdefault(place, own)
-            case "current":
-                old = own
-            case "engine":
-                old = batch.rollout_logp
-        old = old if compares else own
-        targets = Targets(batch, known.advantages[place], old, known.reference.get(place), part.mask)
+            tally.mismatch(own.logp, batch)
+        before = own
+        if compares and self._train.old_logprobs == "recompute":
+            before = known.old.setdefault(place, own)
+        old = batch.rollout_logp if compares and self._train.old_logprobs == "engine" else before.logp
+        reference = known.reference.get(place)
+        others = OtherScores(before, reference, self._served_scores(batch))
+        compared = None if reference is None else reference.logp
+        targets = Targets(batch, known.advantages[place], old, compared, part.mask, others)
         loss = self._objective.loss(scores, targets) / part.divisor
         with explain_memory_error(f"update: {batch.size}", self._train, REMEDIES):
             self._policy.backward(loss, last=part.last)
         tally.trained(float(loss.detach()), self._objective.metrics(scores, targets))
+
+    @torch.no_grad()
+    def _served_scores(self, batch: MicroBatch) -> Scores | None:
+        """The scores of the network that engines serve, if the objective compares with it."""
+        if "served" not in self._objective.needs:
+            return None
+        assert self._follower is not None
+        return self._scored(self._follower.outputs_of, batch, "served").kept()
 
     def _update(self, seal: Seal, tally: TrainStepMetrics) -> None:
         rate = learning_rate(

@@ -7,6 +7,9 @@ the model, up to `BUCKET`. Activations are those that autograd keeps in each lay
 sequence parallelism a rank has those of its slice of a micro-batch. `make bench-memory` compares these numbers with real
 processes.
 
+A policy that generates pictures (`placement.mapping.pictures`) has no KV cache: its engine has room for a number of running
+pictures. Its ranks hold the network only, and activations of the rows of a micro-batch: trained steps of pictures.
+
 A layout fits if each slot holds the processes that share it: a rank with the models that it trains, engines with
 weights and KV cache. Each engine gets the cache that it wants if there is room, else a proportional part of what is
 left, but never less than one request of maximum length needs.
@@ -23,7 +26,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from placement.mapping.cluster import GIB, NODE_GIB, ClusterSpec
-from placement.mapping.workload import EngineWorkload, ModelShape, PoolLayout, TrainWorkload, Workload
+from placement.mapping.pictures import STATE_HELD, DenoiserShape
+from placement.mapping.workload import (
+    EngineWorkload,
+    ModelShape,
+    PolicyShape,
+    PoolLayout,
+    TrainWorkload,
+    Workload,
+)
 from placement.slots import Split, SplitBounds, count_noun, feasible
 
 BUCKET = 500_000_000
@@ -61,9 +72,12 @@ class MemoryNeed:
     works: int
 
 
-def activation_bytes(shape: ModelShape, training: TrainWorkload, ranks: int) -> int:
+def activation_bytes(shape: PolicyShape, training: TrainWorkload, ranks: int) -> int:
     """Return the bytes that a rank keeps for the backward pass of the largest micro-batch: activations and logits."""
     item = 2 if training.half else 4
+    if isinstance(shape, DenoiserShape):
+        rows = micro_tokens(training, ranks) // training.longest
+        return int(rows * (item * shape.kept_numbers + 4 * STATE_HELD * shape.state))
     tokens = -(-micro_tokens(training, ranks) // training.together)
     layer = item * (6 * shape.width + 4 * shape.inner + _attention_numbers(shape))
     kept = item * shape.width * shape.layers + layer if training.recomputes else layer * shape.layers
@@ -110,7 +124,7 @@ class TrainMemory:
 
 
 def train_memory(
-    shape: ModelShape, training: TrainWorkload, ranks: int, *, gpu: bool, lora_rank: int = 0
+    shape: PolicyShape, training: TrainWorkload, ranks: int, *, gpu: bool, lora_rank: int = 0
 ) -> TrainMemory:
     """Compute the memory of a trained model on one of `ranks` ranks. `lora_rank`: of its adapters, which alone are
     trained; 0: all of it is."""
@@ -138,7 +152,7 @@ def train_memory(
 
 
 def _fsdp_memory(
-    shape: ModelShape, training: TrainWorkload, part: int, activations: int, *, gpu: bool, frozen: int
+    shape: PolicyShape, training: TrainWorkload, part: int, activations: int, *, gpu: bool, frozen: int
 ) -> TrainMemory:
     """Compute the memory of a model of which FSDP2 gives each rank `part` trained and `frozen` other parameters."""
     item, layer = 2 if training.half else 4, shape.layer_parameters
@@ -163,12 +177,13 @@ def _attention_numbers(shape: ModelShape) -> int:
 
 def micro_tokens(training: TrainWorkload, ranks: int) -> int:
     """Return the tokens of the largest micro-batch of a rank or sequence group: the spec's limit or all tokens of its
-    mini-batch, whichever is smaller, but at least the longest sample."""
+    mini-batch, whichever is smaller, but at least the longest sample, or the largest row."""
     own = -(-training.samples * training.together // (ranks * training.mini_batches)) * training.longest
+    own = int(own * training.rows)
     return max(training.longest, min(training.micro_tokens, own))
 
 
-def reference_bytes(shape: ModelShape, training: TrainWorkload, ranks: int) -> int:
+def reference_bytes(shape: PolicyShape, training: TrainWorkload, ranks: int) -> int:
     """Return the bytes of the frozen reference model on one rank."""
     item = 2 if training.half else 4
     return item * (-(-shape.parameters // ranks) if training.stage == 3 else shape.parameters)
@@ -191,6 +206,9 @@ def rank_needs(training: TrainWorkload, ranks: int, *, gpu: bool) -> tuple[Memor
         needs.append(
             MemoryNeed("reference", 0, size) if gpu and training.offloads else MemoryNeed("reference", size, 0)
         )
+    if training.followed:
+        item = 2 if training.half else 4
+        needs.append(MemoryNeed("network that follows", item * training.models["policy training"].parameters, 0))
     return tuple(needs)
 
 
@@ -199,7 +217,8 @@ def rank_host_bytes(training: TrainWorkload) -> int:
     models, and of the reference model if it is offloaded."""
     loading = sum(4 * shape.parameters for shape in training.models.values())
     kept = training.reference and training.offloads and not training.lora_rank
-    return loading + (4 * training.models["policy training"].parameters if kept else 0)
+    more = kept + (training.followed and training.half)  # float32 weights of a network that computes in bfloat16
+    return loading + 4 * more * training.models["policy training"].parameters
 
 
 def checkpoint_bytes(training: TrainWorkload) -> int:
@@ -218,7 +237,7 @@ class EngineMemory:
 
     `works`: bytes in addition to weights and cache while it computes or loads. `cell`: bytes of one token in the KV
     cache. `least`, `wanted`: tokens that the cache must hold for one request of maximum length, and those that it
-    should hold for all concurrent requests.
+    should hold for all concurrent requests. Of a policy that generates pictures, cells are running pictures.
     """
 
     name: str
@@ -236,6 +255,8 @@ class EngineMemory:
 def engine_memory(served: EngineWorkload, *, size: int, rows: int, gpu: bool) -> EngineMemory:
     """Compute the memory of an engine that spans `size` slots and serves at most `rows` concurrent requests."""
     item, shape = 2 if gpu else 4, served.shape
+    if isinstance(shape, DenoiserShape):
+        return _pipeline_memory(served.name, shape, rows, item, gpu=gpu)
     if served.longest_written == 0:  # a classifier has no KV cache
         least = wanted = 0
     elif served.engine == "torch":
@@ -266,10 +287,22 @@ def engine_memory(served: EngineWorkload, *, size: int, rows: int, gpu: bool) ->
     )
 
 
+def _pipeline_memory(name: str, shape: DenoiserShape, rows: int, item: int, *, gpu: bool) -> EngineMemory:
+    """Compute the memory of an engine that runs at most `rows` pictures. It measures at its start how many fit."""
+    weights, cell = item * shape.served_parameters, int(item * shape.held_numbers + 4 * STATE_HELD * shape.state)
+    # In host memory the largest file being loaded is present beside the weights, but no pictures run.
+    largest = item * max(shape.parameters, shape.encoders, shape.decoder)
+    return EngineMemory(
+        name, weights, works=0 if gpu else max(0, largest - cell * rows), cell=cell, least=1, wanted=max(1, rows)
+    )
+
+
 def rows_in_cache(served: EngineWorkload, cells: int, rows: int) -> int:
     """Return the number of concurrent requests, at most `rows`, that fit into a KV cache of `cells` tokens."""
     if served.longest_written == 0:
         return rows
+    if isinstance(served.shape, DenoiserShape):
+        return max(1, min(rows, cells))
     if served.engine == "torch":
         return max(1, min(rows, cells // (served.longest + SLACK)))
     return max(1, min(rows, int(cells / max(1.0, served.read + served.written))))
@@ -315,7 +348,7 @@ class MemoryFit:
     """Memory use of a layout that fits.
 
     `used`: bytes on a slot of each pool. `cells`, `rows`: by engine name, the tokens of its KV cache and the concurrent
-    requests that fit into it. `bound`: engines whose cache is smaller than wanted. `slept`: bytes per slot that move to
+    requests that fit into it; an engine for pictures has no tokens and is only in `rows`. `bound`: engines whose cache is smaller than wanted. `slept`: bytes per slot that move to
     host memory when models sleep.
     """
 
@@ -467,7 +500,7 @@ def _with_caches(
     cells += [(one, int((_share(one, memory) - one.need.weights) // max(1, one.need.cell))) for one in shared]
     return MemoryFit(
         used=((pool, used),),
-        cells=tuple((one.need.name, count) for one, count in cells),
+        cells=tuple((one.need.name, count) for one, count in cells if isinstance(one.served.shape, ModelShape)),
         rows=tuple((one.need.name, rows_in_cache(one.served, count, one.rows)) for one, count in cells),
         bound=tuple(one.need.name for one in free if part < 1.0),
     )
@@ -528,7 +561,7 @@ def _host_excess(
 
 def _slept_of_engines(layout: PoolLayout, workload: Workload) -> float:
     """Return the maximum bytes of sleeping engines' weights in host memory, per GPU slot."""
-    policy = 2 * workload.rollout.shape.parameters / layout.rollout_size
+    policy = 2 * workload.rollout.parameters / layout.rollout_size
     judges = sum(2 * judge.shape.parameters for judge in workload.judges) / layout.reward_size
     if layout.asleep:
         return policy + judges

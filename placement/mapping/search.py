@@ -27,20 +27,23 @@ from gcore.errors import DataError, UsageError
 from gcore.ledger.records.cluster import ModelConfigs, SlotFacts
 from placement.mapping.cluster import Accelerator, ClusterSpec, parse_cluster
 from placement.mapping.memory import MemoryExcess, MemoryFit, SlotMemory, fit_memory, judge_replicas
+from placement.mapping.pictures import DenoiserShape
 from placement.mapping.workload import (
     EngineWorkload,
     JobShapes,
     MeanLengths,
     ModelShape,
+    PolicyShape,
     PoolLayout,
     TrainWorkload,
     Workload,
     all_layouts,
     layouts_within,
     make_workload,
+    read_policy,
     read_shape,
 )
-from placement.slots import NodeSlots, Split, SplitBounds
+from placement.slots import NodeSlots, Split, SplitBounds, count_noun
 
 DECODING_SHARE = 0.6
 """Share of the memory bandwidth that decoding reaches."""
@@ -98,18 +101,37 @@ class MachineSpeed:
         """
         if not served.requests:
             return 0.0
-        each = served.requests / replicas
+        each, shape = served.requests / replicas, served.shape
+        if isinstance(shape, DenoiserShape):
+            return self._draw_s(shape, served, each, replica.rows)
         rows = min(float(replica.rows), max(1.0, each))
         context = served.read + served.written / 2
         steps = each * served.written / rows
         prompts = each / min(served.shared, each if each > 1 else 1)
         tail = max(0.0, served.longest_written - served.written)
         return (
-            self._read_s(served.shape, prompts * served.read, served.read, replica.size)
-            + self._encode_s(served.shape, prompts * served.patches, replica.size)
-            + steps * self._decode_s(served.shape, rows, context, replica.size)
-            + tail * self._decode_s(served.shape, 1.0, float(served.longest), replica.size)
+            self._read_s(shape, prompts * served.read, served.read, replica.size)
+            + self._encode_s(shape, prompts * served.patches, replica.size)
+            + steps * self._decode_s(shape, rows, context, replica.size)
+            + tail * self._decode_s(shape, 1.0, float(served.longest), replica.size)
         )
+
+    def _draw_s(self, shape: DenoiserShape, served: EngineWorkload, pictures: float, rows: int) -> float:
+        """Return the seconds in which an engine generates this many pictures, at most `rows` at once: their denoising steps,
+        the text encoders for each prompt, and decoding. All pictures have equally many steps, so they come in batches."""
+        speed = self.device.tflops * 1e12 * READING_SHARE
+        batch = min(float(rows), max(1.0, pictures))
+        full, rest = divmod(max(pictures, 1.0), batch)
+        denoising = served.written * (full * self._pass_s(shape, batch) + (rest > 0) * self._pass_s(shape, rest))
+        encoding = pictures / served.shared * 2 * shape.encoders * shape.text_tokens / speed
+        return denoising + encoding + pictures * shape.decoding / speed
+
+    def _pass_s(self, shape: DenoiserShape, pictures: float) -> float:
+        """Return the seconds of a denoising step of this many pictures: all passes of the network."""
+        device = self.device
+        reading = self.item * shape.parameters / (device.bandwidth_gb_s * 1e9 * DECODING_SHARE)
+        computing = pictures * shape.pass_ops / (device.tflops * 1e12 * READING_SHARE)
+        return shape.passes * (max(reading, computing) + shape.layers * device.launch_s)
 
     def _decode_s(self, shape: ModelShape, rows: float, context: float, size: int) -> float:
         """Return the seconds in which an engine of `size` slots decodes one token of each of `rows` requests.
@@ -146,9 +168,13 @@ class MachineSpeed:
         device, total = self.device, 0.0
         tokens = training.samples * training.tokens
         for name, shape in training.models.items():
-            forward = 2 * shape.computing + attention_ops(shape, training.tokens)
             passes = float((4 if training.recomputes else 3) * training.epochs)
             passes += training.forwards if name == "policy training" else 1.0
+            if isinstance(shape, DenoiserShape):  # the second pass of a step has no gradient
+                passes += (shape.passes - 1) * (training.epochs + training.forwards)
+                forward = shape.pass_ops * training.rows / training.tokens
+            else:
+                forward = 2 * shape.computing + attention_ops(shape, training.tokens)
             total += tokens * forward * passes / ranks / (device.tflops * 1e12 * TRAINING_SHARE)
             updates = training.mini_batches * training.epochs
             micro = tokens / training.mini_batches / (ranks / training.together) / training.micro_tokens
@@ -156,8 +182,9 @@ class MachineSpeed:
             total += micro * 4 * shape.layers * device.launch_s
             total += updates * UPDATE_BYTES * shape.parameters / ranks / (device.bandwidth_gb_s * 1e9 * DECODING_SHARE)
             total += self._exchange_s(shape, training, ranks, updates, micro)
-            total += self._heads_s(shape, training, tokens * passes / ranks, micro * passes)
-            total += self._see_s(shape, training, ranks)
+            if isinstance(shape, ModelShape):
+                total += self._heads_s(shape, training, tokens * passes / ranks, micro * passes)
+                total += self._see_s(shape, training, ranks)
         return total
 
     def _see_s(self, shape: ModelShape, training: TrainWorkload, ranks: int) -> float:
@@ -182,7 +209,7 @@ class MachineSpeed:
         return shape.layers * (sent / (self._between_ranks(together) * 1e9 * SENDING_SHARE) + 2 * times * SEND_S)
 
     def _exchange_s(
-        self, shape: ModelShape, training: TrainWorkload, ranks: int, updates: float, micro: float
+        self, shape: PolicyShape, training: TrainWorkload, ranks: int, updates: float, micro: float
     ) -> float:
         """Return the seconds of communication between ranks. At ZeRO stages 1 and 2 they exchange gradients and updated
         weights; at stage 3 also the weights for each pass. `updates`: optimizer updates; `micro`: micro-batches of a
@@ -203,6 +230,13 @@ class MachineSpeed:
         """Return the seconds to write new weights to the shared folder and read them on each node."""
         return 2 * self.item * served.shape.parameters / (self.storage_gb_s * 1e9)
 
+    def transfer_s(self, blob_bytes: int, nodes: int) -> float:
+        """Return the seconds in which blobs made on all nodes come to the controllers that hold their groups, and from there to
+        the ranks that train them. On one node they stay where they are."""
+        if self.network_gb_s is None:
+            return 0.0
+        return 2 * blob_bytes / nodes * (nodes - 1) / nodes / (self.network_gb_s * 1e9 * SENDING_SHARE)
+
     def switch_s(self, slept: float) -> float:
         """Return the seconds to move `slept` bytes of a slot's memory to host memory and back."""
         return 2 * slept / (SWITCH_GB_S * 1e9)
@@ -222,7 +256,7 @@ BETTER = 0.95
 class PredictedTimes:
     """Predicted seconds of the parts of a step. `publishing`: weight sync. `switching`: sleep and wake at phase
     changes. `in_turn`: co-located, so the parts follow each other. `ahead`: the next responses are generated while this
-    step trains."""
+    step trains. `transferring`: of the blobs of responses to other nodes."""
 
     rollout: float
     judging: float
@@ -231,13 +265,14 @@ class PredictedTimes:
     switching: float
     in_turn: bool
     ahead: bool
+    transferring: float = 0.0
 
     @property
     def step(self) -> float:
         """Seconds of a whole step, from commit to commit. Judges with slots of their own work concurrently with
         rollout, otherwise after it."""
         produced = self.rollout + self.judging if self.in_turn else max(self.rollout, self.judging)
-        learned = self.training + self.publishing
+        learned = self.transferring + self.training + self.publishing
         if self.ahead and not self.in_turn:
             return max(produced, learned)
         return produced + learned + self.switching
@@ -315,13 +350,21 @@ class FirstLayout:
     def cut(self) -> str:
         """Warning that names engines whose KV cache must be smaller than their default, and the fields of the spec to
         set; empty if there are none."""
-        cells, bound = dict(self.fit.room.cells), self.fit.room.bound
-        keys = {
-            name: "rollout.cache_tokens" if name == "rollout" else f"serving.cache_tokens of {name}" for name in bound
-        }
-        rooms = [f"{name} has room for a cache of {cells[name]} tokens" for name in bound]
-        settings = " and ".join(f"{keys[name]}: {cells[name]}" for name in bound)
-        return f"{', '.join(rooms)} and by default takes more memory than that: set {settings}" if bound else ""
+        cells, rows, bound = dict(self.fit.room.cells), dict(self.fit.room.rows), self.fit.room.bound
+        rooms, settings = [], []
+        for name in bound:
+            if name not in cells:
+                rooms.append(f"{name} has room for {count_noun(rows[name], 'picture')} at once")
+                settings.append(f"rollout.batch_slots: {rows[name]}")
+                continue
+            key = "rollout.cache_tokens" if name == "rollout" else f"serving.cache_tokens of {name}"
+            rooms.append(f"{name} has room for a cache of {cells[name]} tokens")
+            settings.append(f"{key}: {cells[name]}")
+        return (
+            f"{', '.join(rooms)} and by default takes more memory than that: set {' and '.join(settings)}"
+            if bound
+            else ""
+        )
 
 
 def choose_first_layout(
@@ -353,7 +396,8 @@ def _tried(
     for way in some:
         found = fit_memory(way, workload, cluster, memory)
         if isinstance(found, MemoryFit):
-            fits.append(FittingLayout(way, found, predict_times(way, found, workload, machine)))
+            times = predict_times(way, found, workload, machine, cluster.node_count)
+            fits.append(FittingLayout(way, found, times))
             continue
         spans = (way.rollout_size, way.reward_size) if found.engines else ()
         kind = (way.split.mode, way.asleep, spans, found.names, bool(found.where))
@@ -369,8 +413,10 @@ def _tried(
     return tuple(fits), tuple(misfits)
 
 
-def predict_times(way: PoolLayout, room: MemoryFit, workload: Workload, machine: MachineSpeed) -> PredictedTimes:
-    """Predict the seconds of each part of a step with a layout. `room`: its memory use."""
+def predict_times(
+    way: PoolLayout, room: MemoryFit, workload: Workload, machine: MachineSpeed, nodes: int = 1
+) -> PredictedTimes:
+    """Predict the seconds of each part of a step with a layout. `room`: its memory use. `nodes`: of the cluster."""
     rows = dict(room.rows)
     rollout = EngineReplica(way.rollout_size, rows["rollout"])
     judging = sum(
@@ -385,6 +431,7 @@ def predict_times(way: PoolLayout, room: MemoryFit, workload: Workload, machine:
         switching=machine.switch_s(room.slept),
         in_turn=way.split.mode == "colocated",
         ahead=workload.ahead,
+        transferring=machine.transfer_s(workload.blob_bytes, nodes),
     )
 
 
@@ -410,10 +457,11 @@ def _hints(workload: Workload, cluster: ClusterSpec, fits: Sequence[FittingLayou
 
 def _alternatives(training: TrainWorkload) -> Iterator[tuple[str, TrainWorkload]]:
     """Yield changes of the spec's `train` section that reduce memory or communication, with the resulting work."""
-    for stage in (1, 2, 3):
+    for stage in (1, 2) if training.followed else (1, 2, 3):
         if stage != training.stage:
             yield f"train.zero_stage: {stage}", replace(training, stage=stage)
-    if not training.recomputes:
+    drawn = isinstance(training.models["policy training"], DenoiserShape)
+    if not training.recomputes and not drawn:
         yield "train.activation_checkpointing: true", replace(training, recomputes=True)
         if training.stage != 3:
             both = replace(training, recomputes=True, stage=3)
@@ -486,7 +534,7 @@ def describe_workload(spec: JobSpec, models: ModelConfigs | None) -> Workload | 
     served = [judge.name for judge in spec.served_judges]
     try:
         shapes = JobShapes(
-            policy=read_shape(models.policy, where="model.path"),
+            policy=read_policy(models.policy, where="model.path"),
             critic=None if models.critic is None else read_shape(models.critic, where="train.critic.path"),
             judges={name: read_shape(models.judges.get(name, {}), where=f"judge {name}") for name in served},
         )

@@ -23,11 +23,13 @@ from itertools import pairwise
 from typing import Any, Literal
 
 from gcore.config.capabilities import ENGINES
+from gcore.config.diffusion import FORWARD_LOSSES
 from gcore.config.reward import JudgeSpec
 from gcore.config.spec import JobSpec, training_sources, uses_pictures
 from gcore.errors import DataError, did_you_mean
 from gcore.ledger.records.cluster import ConfigValue
 from placement.mapping.cluster import ClusterSpec
+from placement.mapping.pictures import DenoiserShape, is_pipeline, read_pipeline
 from placement.slots import Split, SplitBounds, count_noun, feasible
 
 KNOWN = ("llama", "mistral", "qwen2", "qwen3")
@@ -98,6 +100,8 @@ class TowerShape:
     positions: int
     levels: int
     gated: bool
+    pixels: int = 196
+    """Of a patch."""
 
     @property
     def layer_parameters(self) -> int:
@@ -212,6 +216,15 @@ class ModelShape:
         return replace(self, tied=False, outputs=1, head_bias=bias)
 
 
+PolicyShape = ModelShape | DenoiserShape
+"""A policy writes texts, or generates pictures."""
+
+
+def read_policy(config: Mapping[str, Any], *, where: str) -> PolicyShape:
+    """Read the shape of a policy: from its config.json, or from the sizes of a pipeline. Raises DataError."""
+    return read_pipeline(config, where=where) if is_pipeline(config) else read_shape(config, where=where)
+
+
 def read_shape(config: Mapping[str, Any], *, where: str) -> ModelShape:
     """Read the shape from a model's config.json. Raises DataError for an unknown architecture or an invalid size."""
     kind, tower = config.get("model_type"), None
@@ -275,6 +288,7 @@ def _read_tower(flat: Mapping[str, Any], *, gated: bool, where: str) -> TowerSha
         positions=0 if gated else size["num_position_embeddings"],
         levels=0 if gated else levels if isinstance(levels, int) else READ_OF_TOWER["deepstack_layers"],
         gated=gated,
+        pixels=size["patch_size"] ** 2,
     )
 
 
@@ -350,24 +364,26 @@ class JobShapes:
     """Shapes of a job's models. `critic` None: the job has no critic, or the critic starts as a copy of the policy.
     `judges`: by name; only judges that the cluster serves."""
 
-    policy: ModelShape
+    policy: PolicyShape
     critic: ModelShape | None
     judges: Mapping[str, ModelShape]
 
 
 @dataclass(frozen=True, slots=True)
 class MeanLengths:
-    """Mean tokens of a prompt and of a response."""
+    """Mean tokens of a prompt and of a response. A picture has no tokens, and its denoising steps in their place."""
 
     prompt: float
     response: float
 
     @classmethod
     def guessed(
-        cls, spec: JobSpec, shape: ModelShape, prompt: float | None = None, response: float | None = None
+        cls, spec: JobSpec, shape: PolicyShape, prompt: float | None = None, response: float | None = None
     ) -> MeanLengths:
         """Return the lengths that the user gave; half of the spec's maximum for a length that is None."""
         longest = spec.rollout.max_new_tokens
+        if isinstance(shape, DenoiserShape):
+            return cls(longest_prompt(spec, shape) / 2 if prompt is None else prompt, float(longest))
         return cls(
             longest_prompt(spec, shape) / 2 if prompt is None else prompt,
             longest / 2 if response is None else min(float(longest), response),
@@ -377,7 +393,7 @@ class MeanLengths:
 @dataclass(frozen=True, slots=True)
 class EngineWorkload:
     """One step's requests to a model that engines serve: `requests` requests, with `read` prompt tokens and `written`
-    response tokens on average.
+    response tokens on average. A picture has no tokens: `written` are its denoising steps, and `read` is 0.
 
     `rows`: maximum of concurrent requests per engine. `cache_tokens`: tokens of its KV cache, if the spec sets them.
     `replicas`: number of engines, if the spec sets it. `longest`: maximum tokens of prompt and response together.
@@ -387,8 +403,8 @@ class EngineWorkload:
     """
 
     name: str
-    shape: ModelShape
-    engine: Literal["torch", "sglang", "vllm", "hf"]
+    shape: PolicyShape
+    engine: Literal["torch", "sglang", "vllm", "hf", "diffusers", "sglang-diffusion"]
     rows: int
     cache_tokens: int | None
     replicas: int | None
@@ -402,6 +418,11 @@ class EngineWorkload:
     patches: float = 0.0
     """Patches of a prompt's pictures on average."""
 
+    @property
+    def parameters(self) -> int:
+        """Parameters that an engine holds."""
+        return self.shape.served_parameters if isinstance(self.shape, DenoiserShape) else self.shape.parameters
+
 
 @dataclass(frozen=True, slots=True)
 class TrainWorkload:
@@ -414,7 +435,7 @@ class TrainWorkload:
     updates.
     """
 
-    models: Mapping[str, ModelShape]
+    models: Mapping[str, PolicyShape]
     reference: bool
     offloads: bool
     stage: int
@@ -442,6 +463,10 @@ class TrainWorkload:
     """Maximum number of patches of pictures in a micro-batch; 0 without pictures."""
     encoded: float = 0.0
     """Patches of the distinct pictures of a step. Each is encoded once in each pass."""
+    rows: float = 1.0
+    """Rows of a sample, which micro-batches may separate: the trained steps of a picture. `longest` is then the size of a row."""
+    followed: bool = False
+    """Each rank has a second, whole network that follows the trained one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -459,6 +484,8 @@ class Workload:
     ahead: bool
     turns: tuple[bool, ...] = (False,)
     resident: bool = False
+    blob_bytes: int = 0
+    """Bytes of the blobs that are made for the responses of a step."""
 
     @property
     def served(self) -> tuple[EngineWorkload, ...]:
@@ -469,6 +496,8 @@ class Workload:
 def make_workload(spec: JobSpec, shapes: JobShapes, lengths: MeanLengths) -> Workload:
     """Compute the work of one step from a spec, the shapes of its models, and mean lengths."""
     samples = spec.flow.groups_per_step * spec.flow.samples_per_prompt
+    policy = shapes.policy
+    drawn = policy if isinstance(policy, DenoiserShape) else None
     longest = min(_context(spec, shapes.policy), longest_prompt(spec, shapes.policy) + spec.rollout.max_new_tokens)
     rollout = EngineWorkload(
         name="rollout",
@@ -478,16 +507,16 @@ def make_workload(spec: JobSpec, shapes: JobShapes, lengths: MeanLengths) -> Wor
         cache_tokens=spec.rollout.cache_tokens,
         replicas=None,
         requests=0 if spec.train.loss == "sft" else samples,  # sft does not generate
-        read=lengths.prompt,
+        read=lengths.prompt if drawn is None else 0.0,
         written=lengths.response,
         longest=longest,
         longest_written=spec.rollout.max_new_tokens,
         shared=spec.flow.samples_per_prompt,
         share=_share(spec.rollout.engine, spec.rollout.engine_args),
-        patches=_patches(shapes.policy, lengths) if uses_pictures(spec) else 0.0,
+        patches=_patches(policy, lengths) if uses_pictures(spec) else 0.0,
     )
     judges = tuple(
-        _judge(judge, shapes.judges[judge.name], spec, lengths, longest)
+        _judge(judge, shapes.judges[judge.name], spec, lengths, longest, drawn)
         for judge in spec.judges
         if judge.model is not None
     )
@@ -499,10 +528,11 @@ def make_workload(spec: JobSpec, shapes: JobShapes, lengths: MeanLengths) -> Wor
         ahead=spec.rollout.staleness > 0,
         turns=_turns(spec),
         resident=spec.placement.is_live and bool(judges),
+        blob_bytes=0 if drawn is None else drawn.group_bytes * spec.flow.groups_per_step,
     )
 
 
-def _patches(shape: ModelShape, lengths: MeanLengths) -> float:
+def _patches(shape: PolicyShape, lengths: MeanLengths) -> float:
     """Return the patches of a prompt's pictures on average. All tokens of a prompt are taken for tokens of pictures, because
     most are and the others are not known."""
     return 0.0 if shape.tower is None else lengths.prompt * shape.tower.merged
@@ -516,19 +546,29 @@ def _turns(spec: JobSpec) -> tuple[bool, ...]:
     return (False,) if overlaps else (False, True)
 
 
-def longest_prompt(spec: JobSpec, shape: ModelShape) -> int:
+def longest_prompt(spec: JobSpec, shape: PolicyShape) -> int:
     """Return the maximum tokens of a prompt: the limit of the spec or a guess, and what the model's context leaves
     beside a response of maximum length."""
+    if isinstance(shape, DenoiserShape):
+        return shape.context
     said = max(source.max_prompt_tokens or LONGEST_GUESSED for source in training_sources(spec))
     return max(1, min(said, _context(spec, shape) - spec.rollout.max_new_tokens))
 
 
-def _context(spec: JobSpec, shape: ModelShape) -> int:
+def _context(spec: JobSpec, shape: PolicyShape) -> int:
     return min(shape.context, spec.model.max_length or shape.context)
 
 
-def _judge(judge: JudgeSpec, shape: ModelShape, spec: JobSpec, lengths: MeanLengths, longest: int) -> EngineWorkload:
-    """Compute the requests of one step to a judge. `longest`: maximum tokens of the policy's prompt and response."""
+def _judge(
+    judge: JudgeSpec,
+    shape: ModelShape,
+    spec: JobSpec,
+    lengths: MeanLengths,
+    longest: int,
+    drawn: DenoiserShape | None = None,
+) -> EngineWorkload:
+    """Compute the requests of one step to a judge. `longest`: maximum tokens of the policy's prompt and response. `drawn`: the
+    policy, if it generates pictures, which the judge sees in the place of responses."""
     assert judge.model is not None
     classifies = judge.kind == "classifier"
     template = _template_tokens(judge)
@@ -536,6 +576,13 @@ def _judge(judge: JudgeSpec, shape: ModelShape, spec: JobSpec, lengths: MeanLeng
     shown = 2 if judge.mode == "pairwise" else 1
     most_written = 0 if classifies else judge.max_new_tokens
     context = min(shape.context, judge.model.max_length or shape.context)
+    response, most_response = lengths.response, spec.rollout.max_new_tokens
+    patches = _patches(shape, lengths) if judge.images else 0.0
+    if drawn is not None:
+        tower = shape.tower
+        patches = 0.0 if tower is None else float(-(-drawn.height * drawn.width // tower.pixels))
+        most_response = 0 if tower is None else int(patches) // tower.merged
+        response, longest, patches = float(most_response), drawn.context + most_response, shown * patches
     return EngineWorkload(
         name=f"judge {judge.name}",
         shape=shape.with_one_output(bias=False) if classifies else shape,
@@ -544,13 +591,13 @@ def _judge(judge: JudgeSpec, shape: ModelShape, spec: JobSpec, lengths: MeanLeng
         cache_tokens=judge.serving.cache_tokens,
         replicas=judge.serving.replicas,
         requests=spec.flow.groups_per_step * spec.flow.samples_per_prompt * max(1, others) * judge.votes,
-        read=template + lengths.prompt + shown * lengths.response,
+        read=template + lengths.prompt + shown * response,
         written=most_written / 2,
-        longest=min(context, template + longest + (shown - 1) * spec.rollout.max_new_tokens + most_written),
+        longest=min(context, template + longest + (shown - 1) * most_response + most_written),
         longest_written=most_written,
         shared=judge.votes,
         share=_share(judge.serving.engine, judge.serving.engine_args),
-        patches=_patches(shape, lengths) if judge.images else 0.0,
+        patches=patches,
     )
 
 
@@ -575,13 +622,17 @@ def _share(engine: str, arguments: Sequence[str]) -> float | None:
 
 
 def _training(spec: JobSpec, shapes: JobShapes, lengths: MeanLengths, longest: int) -> TrainWorkload:
-    train = spec.train
-    models = {"policy training": shapes.policy}
+    train, policy = spec.train, shapes.policy
+    models: dict[str, PolicyShape] = {"policy training": policy}
     if train.critic is not None:
-        models["critic training"] = (shapes.critic or shapes.policy).with_one_output(bias=True)
+        critic = shapes.critic or policy
+        assert isinstance(critic, ModelShape)  # checked by the spec: a model that generates pictures has no critic
+        models["critic training"] = critic.with_one_output(bias=True)
     written = spec.rollout.max_new_tokens
     later = train.mini_batches - 1 if train.epochs == 1 and train.critic is None else train.mini_batches
-    recomputed = later / train.mini_batches if train.old_logprobs == "recompute" and train.loss != "sft" else 0.0
+    compared = train.old_logprobs == "recompute" and train.loss not in ("sft", *FORWARD_LOSSES)
+    recomputed = later / train.mini_batches if compared else 0.0
+    drawn = policy if isinstance(policy, DenoiserShape) else None
     return TrainWorkload(
         models=models,
         reference=train.kl_coef > 0,
@@ -590,20 +641,22 @@ def _training(spec: JobSpec, shapes: JobShapes, lengths: MeanLengths, longest: i
         half=train.dtype == "bf16",
         recomputes=train.activation_checkpointing,
         micro_tokens=train.micro_batch_tokens,
-        longest=longest,
+        longest=longest if drawn is None else drawn.step_tokens,
         samples=spec.flow.groups_per_step * spec.flow.samples_per_prompt,
-        tokens=lengths.prompt + lengths.response,
+        tokens=lengths.prompt + lengths.response if drawn is None else drawn.trained * drawn.step_tokens,
         scored=written / (written + lengths.prompt),
         mini_batches=train.mini_batches,
         epochs=train.epochs,
-        forwards=recomputed + (train.kl_coef > 0),
+        forwards=recomputed + (train.kl_coef > 0) + (train.loss == "nft"),
         lora_rank=0 if train.lora is None else train.lora.rank,
         fsdp=train.backend == "fsdp2",
         state_offloads=train.offload_state,
         together=train.sequence_parallel,
         frozen=train.freeze,
         patches=train.most_patches if uses_pictures(spec) else 0,
-        encoded=_patches(shapes.policy, lengths) * spec.flow.groups_per_step if uses_pictures(spec) else 0.0,
+        encoded=_patches(policy, lengths) * spec.flow.groups_per_step if uses_pictures(spec) else 0.0,
+        rows=1.0 if drawn is None else drawn.trained,
+        followed=train.follows,
     )
 
 
@@ -710,7 +763,7 @@ def _sizes(most: int) -> tuple[int, ...]:
     return tuple(sorted(size for size in powers | even | {most} if size <= most))
 
 
-def _spans(cluster: ClusterSpec, shapes: Sequence[ModelShape]) -> tuple[int, ...]:
+def _spans(cluster: ClusterSpec, shapes: Sequence[PolicyShape]) -> tuple[int, ...]:
     """Return the numbers of slots that an engine of these models may span: powers of two that divide the slots of every
     node and the attention and KV heads of every model. On CPUs only 1."""
     if not cluster.device.is_gpu:

@@ -93,7 +93,8 @@ class LendingKnowledge:
     """Input of the lending rule as arrays for `play_batch`. All zeros: nothing is known, so nothing is lent.
 
     `pools`: by pool, [2, 4]: the columns `ALONE_S`, `SATURATING`, `TOKENS`, `RESIDUAL` of the kernel. `tail`: by number
-    of outstanding responses, [2, n]: remaining tokens of the last one, and mean remaining tokens.
+    of outstanding responses, [2, n]: remaining tokens of the last one, and mean remaining tokens; n = 0: all responses have equal
+    lengths.
     """
 
     pools: Floats = field(default_factory=lambda: np.zeros((2, 4)))
@@ -124,7 +125,7 @@ def estimated_knowledge(history: Sequence[MeasuredStep], scenario: Scenario, pac
         return UNKNOWN
     both = speeds.rollout, speeds.reward
     pools = [[one.alone_s, one.saturating, one.tokens, one.residual] for one in both]
-    return LendingKnowledge(np.array(pools), np.array(speeds.rollout.tail).T)
+    return LendingKnowledge(np.array(pools), np.array(speeds.rollout.tail).reshape(-1, 2).T)
 
 
 def true_knowledge(step: int, scenario: Scenario, work: SimulatedWorkload) -> LendingKnowledge:

@@ -221,12 +221,15 @@ def _by_rule(cost_s: float, ends: Ints, known: Floats, tail: Floats, most: Ints,
         if known[pool, ALONE_S] <= 0:
             return 0
         asked[pool] += ends[pool, 1] - ends[pool, 0]
-    to_come = asked[1] + asked[0]  # every outstanding response will be judged
-    at = min(int(asked[0]), tail.shape[1] - 1)
-    begun = min(asked[1], float(awake[1] * most[1]))
-    each = _of_each(to_come, begun, known[1, TOKENS], known[1, RESIDUAL])
-    mean, longest = np.array([tail[1, at], each]), np.array([tail[0, at], each])
-    tokens, owed = np.array([known[0, TOKENS], each]), np.array([asked[0], to_come])
+    owed = np.array([asked[0], asked[1] + asked[0]])  # every outstanding response will be judged
+    tokens = np.zeros(2)
+    for i in range(2):
+        begun = min(asked[i], float(awake[i] * most[i]))
+        tokens[i] = _of_each(owed[i], begun, known[i, TOKENS], known[i, RESIDUAL])
+    mean, longest = tokens.copy(), tokens.copy()
+    if tail.shape[1] > 0:
+        at = min(int(asked[0]), tail.shape[1] - 1)
+        tokens[0], mean[0], longest[0] = known[0, TOKENS], tail[1, at], tail[0, at]
     left, slow = np.zeros(2), np.zeros(2)
     for i in range(2):
         left[i] = _left_s(

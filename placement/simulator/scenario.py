@@ -51,7 +51,9 @@ class ScenarioLengths(_Section):
     two responses to the same prompt. `jump`: factor on the mean from step `jump_at` on."""
 
     mean: Tokens = 500.0
-    spread: Annotated[Spread, Field(gt=0)] = Field(0.9, description="Standard deviation, beside the mean")
+    spread: Spread = Field(
+        0.9, description="Standard deviation, beside the mean. 0: all are equal, as pictures have denoising steps"
+    )
     same_prompt: float = Field(0.5, ge=0, le=1)
     cap: Annotated[PositiveInt, Field(le=10_000_000)] = 8192
     growth: Longer = Field(1.0, description="Of the mean, from the first step to the last")

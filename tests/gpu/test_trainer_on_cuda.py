@@ -27,7 +27,7 @@ from gcore.testing.models import rank_launch
 from gcore.train.backends.adapters import BaseReference
 from gcore.train.backends.distributed import Collective, Rendezvous, open_store
 from gcore.train.backends.packed_attention import PACKED
-from gcore.train.batching import Feeding, make_dummy
+from gcore.train.batching import TokenFeeding, make_dummy
 from gcore.train.checkpoint.writer import (
     CheckpointWriter,
     FolderPublisher,
@@ -197,6 +197,7 @@ def test_a_step_has_the_loss_of_a_plain_loop(
 ) -> None:
     launch = launch_of(models / name, tmp_path, dtype=dtype, backend=backend, zero_stage=stage)
     trainer, loaded = started(launch, world)
+    assert isinstance(loaded.policy.feeding, TokenFeeding)
     assert loaded.policy.feeding.packing == ("bucketed" if name == "mistral" else "packed")
     metrics = run(trainer, 1).metrics
     assert metrics["loss"] == pytest.approx(plain_losses(models / name), abs=2e-4 if dtype == "fp32" else 3e-2)
@@ -255,7 +256,7 @@ def _base_logits(loaded: RankModels) -> torch.Tensor:
     """Of the model with its adapters off."""
     assert isinstance(loaded.reference, BaseReference)
     with loaded.reference.awake() as logits_of, torch.no_grad():
-        return logits_of(make_dummy(loaded.policy.feeding).inputs).cpu()
+        return logits_of(loaded.policy.feeding.dummy_inputs()).cpu()
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -322,10 +323,11 @@ def test_the_reference_is_on_the_device_only_while_it_is_used(
 ) -> None:
     module: Any = load_module(models / "llama", torch.float32)
     plain = copy.deepcopy(module)
-    reference = Reference(module, TrainSpec(kl_coef=0.1, offload_reference=offload), world.device)
+    feeding = TokenFeeding("bucketed", VOCABULARY, world.device)
+    reference = Reference(module, TrainSpec(kl_coef=0.1, offload_reference=offload), feeding)
     places = lambda: {parameter.device.type for parameter in module.parameters()}  # noqa: E731
     assert places() == {"cpu" if offload else "cuda"}
-    batch = make_dummy(Feeding("bucketed", VOCABULARY, world.device))
+    batch = make_dummy(feeding)
     with reference.awake() as logits_of:
         assert places() == {"cuda"}
         found = logits_of(batch.inputs).cpu()

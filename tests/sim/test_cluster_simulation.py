@@ -10,13 +10,14 @@ from pathlib import Path
 
 import pytest
 from simulated_cluster import Story, tell_story
+from simulated_pictures import WAYS
 
 from controllers.rules.actions import Intent
 from controllers.rules.decide import decide
 from controllers.rules.view import JobView, Memo
 from controllers.rules.waits import current_waits
 from gcore.train.rank import feed as feed_state
-from gcore.types import Medium
+from gcore.types import Medium, PromptRef
 
 FIRST = int(os.environ.get("GCORE_SIM_FIRST", "0"))
 CLUSTERS = int(os.environ.get("GCORE_SIM_CLUSTERS", "2"))
@@ -107,6 +108,44 @@ def test_pictures_of_tools_are_trained_while_stores_lose_blobs_and_restart(
     assert ended.steps == 8
     assert trained
     assert any("lose" in line and "blobs" in line for line in ended.history)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_generated_pictures_are_trained_while_stores_lose_blobs_and_restart(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a store has room for the blobs of one step only: states, pictures and embeddings of all samples. Samples
+    with equal noise and weights would have equal pictures."""
+    pictures: dict[str, set[tuple[PromptRef, int]]] = {}
+    add_blobs = feed_state.add_blobs
+
+    def note(state: feed_state.FeedState, blobs: list[str]) -> feed_state.FeedState:
+        held = add_blobs(state, blobs)
+        for group in held.groups.values():
+            for index, sample in group.samples.items():
+                made = next(one.sha256 for one in sample.media if one.kind == "decoded")
+                pictures.setdefault(made, set()).add((group.ref, index))
+        return held
+
+    monkeypatch.setattr(feed_state, "add_blobs", note)
+    faults = ("lose_blobs", "restart_blobs", "kill_daemon", "cut_one_way", "kill_worker")
+    room = {"all": 1.0, "share": 2.0}.get(way)
+    story = Story(seed=1, generates=way, room=room, faults=faults, fault_every_s=3.0, faults_s=40.0)
+    ended = tell_story(story)
+    assert not ended.wrong, ended.why
+    assert ended.steps == 8
+    assert len(pictures) > 8
+    assert all(len(samples) == 1 for samples in pictures.values())
+
+
+def test_engines_put_blobs_into_the_room_that_is_reserved_for_them() -> None:
+    """Otherwise the reservation of one step's blobs keeps them out of a store that has room for no more."""
+    with_bound, without = (
+        tell_story(Story(seed=1, nodes=1, generates="all", room=room, faults_s=0.0)) for room in (1.0, None)
+    )
+    assert not with_bound.wrong, with_bound.why
+    assert with_bound.steps == without.steps == 8
+    assert with_bound.seconds < 4 * without.seconds
 
 
 @pytest.mark.parametrize("seed", [722, 3499, 5433])

@@ -70,6 +70,8 @@ class Fault:
     """Instead of `act`: it runs its clusters itself."""
     pictures: bool = False
     """Its prompts have pictures."""
+    generates: str = ""
+    """Its policy generates pictures, with this flow."""
     demo: bool = False
     """Its job is the example's, which must have been prepared; else the small one."""
 
@@ -655,7 +657,7 @@ async def mixed(cluster: ChaosCluster) -> Told:
 
 
 OF_ITS_OWN = (
-    *("blob-store", "several-with-pictures"),
+    *("blob-store", "several-with-pictures", "several-that-generate", "several-that-follow", "all-that-follow"),
     *("several-of-more", "schema-restart", "lost-answers", "at-start", "at-prune"),
 )
 """Faults that need a job, or a cluster, that begins with them, lasts for them, or has pictures."""
@@ -691,6 +693,26 @@ FAULTS: tuple[Fault, ...] = (
         several,
         steps=LONG,
         pictures=True,
+    ),
+    Fault(
+        "several-that-generate",
+        "two to four processes hit at once, blob stores among them, in a job that generates pictures (flow_grpo)",
+        several,
+        steps=LONG,
+        generates="flow_grpo",
+    ),
+    Fault(
+        "several-that-follow",
+        "the same with diffusion_nft, whose served network follows the trained one",
+        several,
+        steps=LONG,
+        generates="diffusion_nft",
+    ),
+    Fault(
+        "all-that-follow",
+        "kill -9 of everything at once, in a job of diffusion_nft",
+        everything,
+        generates="diffusion_nft",
     ),
     Fault("paused-controller", "SIGSTOP of a controller for three leases", paused_controller, steps=LONG),
     Fault("paused-engine", "SIGSTOP of an engine for three leases", paused("engine"), steps=LONG),

@@ -29,6 +29,7 @@ from chaos_faults import Act, Fault
 from gcore.ledger.records.job import JobPhase
 from gcore.ledger.records.slot_accounting import read_lines
 from gcore.testing.models import make_tiny_model
+from gcore.testing.pipelines import write_pipeline
 from gcore.testing.vision_models import make_picture, make_tiny_vision_model
 
 NAME = "chaos"
@@ -49,6 +50,12 @@ SECONDS = 0.02
 def score(response, fields, spec):
     time.sleep(SECONDS * (100 if SLOW.exists() else 1))
     return RewardResult(1.0 / (1 + len(response.strip())))
+
+def red(response, fields):
+    from PIL import Image
+
+    with Image.open(response.picture) as picture:
+        return picture.resize((1, 1)).getpixel((0, 0))[0] / 255
 """
 
 
@@ -74,7 +81,7 @@ def prepare(folder: Path) -> None:
     info = folder / "packages" / "chaos_reward-1.0.dist-info"
     info.mkdir(parents=True, exist_ok=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: chaos-reward\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[gcore.rewards]\nchaos = chaos_reward:score\n")
+    (info / "entry_points.txt").write_text("[gcore.rewards]\nchaos = chaos_reward:score\nred = chaos_reward:red\n")
     (folder / "packages" / "chaos_reward.py").write_text(REWARD)
     lines = [json.dumps({"prompt": f"{n}+{n % 7}=", "answer": str(n + n % 7)}) for n in range(PROMPTS)]
     (folder / "prompts.jsonl").write_text("\n".join(lines) + "\n")
@@ -97,7 +104,16 @@ def prepare_pictures(folder: Path) -> None:
     (folder / "pictures.jsonl").write_text("\n".join(lines) + "\n")
 
 
-def spec_file(folder: Path, steps: int, *, pictures: bool = False) -> Path:
+def prepare_pipeline(folder: Path) -> None:
+    """A pipeline that generates pictures of 16 x 16 pixels, and prompts for it."""
+    if not (folder / "pipeline").is_dir():
+        write_pipeline(folder / "pipeline", seed=5)
+    colours = ("red", "green", "blue")
+    lines = [json.dumps({"prompt": f"a {colours[n % 3]} square", "answer": "1"}) for n in range(PROMPTS)]
+    (folder / "drawn.jsonl").write_text("\n".join(lines) + "\n")
+
+
+def spec_file(folder: Path, steps: int, *, pictures: bool = False, generates: str = "") -> Path:
     """The job."""
     spec: dict[str, Any] = {
         "name": NAME,
@@ -113,7 +129,13 @@ def spec_file(folder: Path, steps: int, *, pictures: bool = False) -> Path:
     if pictures:
         spec["model"] = {"path": str(folder / "vision-model")}
         spec["data"] |= {"path": str(folder / "pictures.jsonl"), "images": "images"}
-    file = folder / f"chaos-{steps}{'-pictures' * pictures}.yaml"
+    if generates:
+        spec["model"] = {"path": str(folder / "pipeline")}
+        spec["data"] |= {"path": str(folder / "drawn.jsonl")}
+        spec["flow"] |= {"name": generates}
+        spec["rollout"] = {"diffusion": {"steps": 4, "height": 16, "width": 16}}
+        spec["reward"] = {"name": "red"}
+    file = folder / f"chaos-{steps}{'-pictures' * pictures}{'-' * bool(generates)}{generates}.yaml"
     file.write_text(yaml.safe_dump(spec))
     return file
 
@@ -130,6 +152,8 @@ async def one_job(fault: Fault, seeds: Sequence[int], folder: Path) -> list[dict
     prepare(folder)
     if fault.pictures:
         prepare_pictures(folder)
+    if fault.generates:
+        prepare_pipeline(folder)
     results: list[dict[str, Any]] = []
     try:
         if fault.whole is not None:
@@ -164,7 +188,7 @@ async def _on_one_cluster(
     fault: Fault, seeds: Sequence[int], folder: Path, place: Path, results: list[dict[str, Any]]
 ) -> None:
     steps = fault.steps * len(seeds) + LAST_STEPS
-    spec = spec_file(folder, steps, pictures=fault.pictures)
+    spec = spec_file(folder, steps, pictures=fault.pictures, generates=fault.generates)
     with _disk(place / "runs", fault.disk_mb):
         async with ChaosCluster.running(place, fault.shape, random.Random(fault.name)) as cluster:
             try:

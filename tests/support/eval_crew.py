@@ -23,6 +23,7 @@ from gcore.ledger.records.chain import Member
 from gcore.ledger.records.job import EnginePlace, EvalPart, Evaluation, JobPhase, JobStatus, Plan
 from gcore.ledger.transactions import TransactionExecutor
 from gcore.reward.api import RewardError, RewardResult
+from gcore.reward.scorer import Scorer
 from gcore.rollout.client import SamplingParams
 from gcore.store.keys import JobKeys
 from gcore.store.types import Delete, Put, WatchBatch, WatchEvent
@@ -55,6 +56,8 @@ class HeldOut:
 
 class ByText:
     """The response is its reward; "?" cannot be scored."""
+
+    async def warm(self) -> None: ...
 
     async def score(self, spec: Any, fields: Any, responses: Sequence[Any]) -> tuple[RewardResult | RewardError, ...]:
         return tuple(RewardError("odd") if one == "?" else RewardResult(float(one)) for one in responses)
@@ -128,8 +131,11 @@ class Crew:
         self.data: Any = SimpleNamespace(
             spec=self.spec,
             uid="u",
+            pictures=None,
             evaluation=tuple(HeldOut(one, sizes[one.source.name], seen=media is not None) for one in held_out),
-            evaluated={one.source.name: SourcePipeline(one.source, params, ByText(), media) for one in held_out},  # type: ignore[arg-type]
+            evaluated={
+                one.source.name: SourcePipeline(one.source, params, Scorer(ByText(), {}), media) for one in held_out
+            },
         )
         self.clock = FakeClock()
         self.cluster = MemoryCluster(self.clock)

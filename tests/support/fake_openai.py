@@ -142,9 +142,14 @@ class FakeOpenAI:
         tree = {"id": "fake", "object": "chat.completion", "model": asked["model"], "choices": [choice]}
         if usage:
             questions: Sequence[Mapping[str, str]] = asked["messages"]
-            tokens = sum(len(message["content"].split()) for message in questions)
+            tokens = sum(len(part.split()) for message in questions for part in _texts(message["content"]))
             tree["usage"] = {"prompt_tokens": tokens, "completion_tokens": len(words)}
         return json.dumps(tree).encode()
+
+
+def _texts(content: str | Sequence[Mapping[str, Any]]) -> list[str]:
+    """The texts of a message, without its pictures."""
+    return [content] if isinstance(content, str) else [one["text"] for one in content if one["type"] == "text"]
 
 
 def _error(message: str) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -56,6 +57,12 @@ class Worker:
             if message["event"] == event and fields.items() <= message.items():
                 return message
         raise AssertionError(f"the line ended before {event} {fields}:\n{self.log.read_text()[-3000:]}")
+
+    def read_on(self) -> None:
+        """Drop its messages until it ends: it blocks once its line is full."""
+        with contextlib.suppress(OSError, ValueError):  # closed meanwhile
+            for _ in self._reader:
+                pass
 
     def say(self, command: str) -> None:
         """To the worker."""

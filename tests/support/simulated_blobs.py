@@ -54,11 +54,17 @@ class NodeStore:
             self._accounts.use(key, self._now(), confirm=confirm)
         return found
 
-    def take(self, sha256: str, holder: str = "") -> None:
-        """Store a blob. Raises StoreFull."""
+    def take(self, sha256: str, holder: str = "", size: int = SIZE) -> None:
+        """Store a blob of `size` bytes. Raises StoreFull."""
         if not self.has(sha256, confirm=True):
-            admission, _ = self._accounts.admit(BlobKey(self._job, sha256), SIZE, holder, self._now())
+            admission, _ = self._accounts.admit(BlobKey(self._job, sha256), size, holder, self._now())
             self._accounts.store(admission, self._now())
+
+    def size_of(self, sha256: str) -> int:
+        """The bytes of a blob that it has."""
+        found = self._accounts.find(BlobKey(self._job, sha256))
+        assert found is not None
+        return found.size
 
     def lose(self, names: Collection[str]) -> None:
         """The disk loses blobs."""
@@ -67,9 +73,10 @@ class NodeStore:
 
     def restart(self) -> None:
         """A new process has the same files, and neither pins nor reservations."""
-        names, self._accounts = self.names, BlobAccounts(self._bound, GRACE_S)
-        for name in names:
-            self._accounts.add(BlobKey(self._job, name), SIZE, self._now(), verified=False)
+        sizes = {name: self.size_of(name) for name in self.names}
+        self._accounts = BlobAccounts(self._bound, GRACE_S)
+        for name, size in sizes.items():
+            self._accounts.add(BlobKey(self._job, name), size, self._now(), verified=False)
 
     def pin(self, incarnation: str, blobs: Collection[str], ttl_s: float) -> None:
         """As a request of that incarnation."""
@@ -117,7 +124,7 @@ class Stores:
         cut = {(source, target), (target, source)} & self.network.cut
         return self.alive(target) and not self.of(target).down and not cut
 
-    def transfer(self, sha256: str, nodes: Collection[str], target: str) -> bool | None:
+    def transfer(self, sha256: str, nodes: Collection[str], target: str, holder: str = TRANSFERS) -> bool | None:
         """Have the store of `target` fetch a blob from those of `nodes`: whether it has it now; None: some do not answer.
 
         Raises StoreFull.
@@ -126,8 +133,9 @@ class Stores:
         if store.has(sha256, confirm=True):
             return True
         reached = [node for node in others if self.reaches(target, node)]
-        if any(self.of(node).has(sha256) for node in reached):
-            store.take(sha256, TRANSFERS)
+        source = next((node for node in reached if self.of(node).has(sha256)), None)
+        if source is not None:
+            store.take(sha256, holder, self.of(source).size_of(sha256))
             return True
         return False if len(reached) == len(others) else None
 
@@ -154,6 +162,10 @@ class SimulatedStores:
     async def client(self, job: str, address: str = "") -> SimulatedStores:
         return self
 
+    def nodes_with_stores(self) -> list[str]:
+        """The nodes that have a store."""
+        return sorted(self._stores.nodes)
+
     async def client_of(self, job: str, node: str) -> SimulatedStores:
         return SimulatedStores(self._me, node, self._stores)
 
@@ -164,14 +176,14 @@ class SimulatedStores:
             raise StoreUnreachable(f"the store of {self._node} does not answer {self._me}")
         return self._stores.of(self._node)
 
-    async def fetch(self, blobs: Sequence[Blob], nodes: Sequence[str]) -> BlobFetch:
+    async def fetch(self, blobs: Sequence[Blob], nodes: Sequence[str], *, holder: str = TRANSFERS) -> BlobFetch:
         """Copy blobs from the stores of nodes that have them."""
         await self._request()
         failed: dict[str, str] = {}
         found: dict[str, bool] = {}
         for name in sorted({blob.sha256 for blob in blobs}):
             try:
-                there = self._stores.transfer(name, nodes, self._node)
+                there = self._stores.transfer(name, nodes, self._node, holder)
             except StoreFull as error:
                 failed[name] = str(error)
                 continue

@@ -27,6 +27,7 @@ from simulated_ends import (
 )
 from simulated_files import SimulatedFiles
 from simulated_network import RemoteStore
+from simulated_pictures import picture_requests
 from virtual_time import ProcessClock
 
 from controllers.accounting.collector import AccountCollector
@@ -201,4 +202,4 @@ def _job_data(spec: JobSpec, uid: str) -> JobData:
     pipeline = SourcePipeline(source, sampling_of(spec, source), Scorer(DirectScorer(), judges))
     # What a filter looks at is not made here.
     spec = spec.model_copy(update={"flow": spec.flow.model_copy(update={"filters": ()})})
-    return JobData(spec, uid, stream, {SOURCE: pipeline}, evaluation=(), evaluated={})
+    return JobData(spec, uid, stream, {SOURCE: pipeline}, evaluation=(), evaluated={}, pictures=picture_requests(spec))

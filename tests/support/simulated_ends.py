@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, Literal
 
 from simulated_blobs import picture_of
 from simulated_network import Network, NoAnswer, RemoteStore, ask
+from simulated_pictures import make_pictures
 from simulated_workers import Engine, Floor, Rank
 from virtual_time import ProcessClock
 
@@ -23,17 +24,18 @@ from controllers.telemetry.notices import PluginErrorLog, WarningLog
 from controllers.workers.launcher import WorkerLauncher
 from controllers.workers.ranks import RankConnections, RankNotConnected
 from gcore.config import JobSpec, NodeConfig
-from gcore.errors import EngineError, EngineUnreachable
+from gcore.errors import EngineError, EngineUnreachable, GcoreError
 from gcore.ledger.balance import parts_sha256
 from gcore.ledger.records.chain import Seal
 from gcore.ledger.transactions import TransactionExecutor
 from gcore.observability.metrics import Metrics
+from gcore.rollout.api import DenoisingParams, SamplingParams
 from gcore.store.keys import JobKeys
 from gcore.store.reference import StoreRef
 from gcore.system.concurrency import limit_time
 from gcore.system.process import ProcessId
 from gcore.train.rank.feed import FeedState, WorldName
-from gcore.types import Group, Outcome, Pool, Prompt, PromptRef, Sample, Version, VersionSpan
+from gcore.types import DenoisingTrajectory, Group, Outcome, Pool, Prompt, PromptRef, Sample, Version, VersionSpan
 from gcore.worker.records import LaunchSpec
 
 SOURCE = "source"
@@ -317,11 +319,40 @@ class SimulatedClient:
     async def generate_each(
         self, prompts: Any, params: Any, *, seeds: Any, rid: str, growing: Any = None
     ) -> tuple[Sample, ...]:
-        """A response to each, of two or three tokens."""
+        """A response to each, of two or three tokens, or a picture."""
+        first = params if isinstance(params, SamplingParams) else params[0]
+        if first.denoising is not None:
+            return await self._denoise(first.denoising, seeds, rid)
         is_whole, made = await self._ask(lambda reply: self._engine.generate(rid, reply), timeout_s=30.0)
         if not made:
             raise EngineUnreachable("it was put to sleep", fix="Ask another")
         return tuple(self._sample(made, "stop" if is_whole else "abort") for _ in prompts)
+
+    async def _denoise(self, params: DenoisingParams, seeds: Sequence[int], rid: str) -> tuple[Sample, ...]:
+        engine, stores = self._engine, self._land.floor.stores
+
+        def arrive(reply: Callable[[Any], None]) -> None:
+            def finish(found: tuple[bool, tuple[Version, ...]]) -> None:
+                is_whole, made = found
+                if not (is_whole and made):
+                    reply(found)
+                    return
+                try:
+                    reply(make_pictures(params, seeds, made, engine.node, stores))
+                except GcoreError as error:  # the engine answers that it cannot store it now
+                    reply(error)
+
+            engine.generate(rid, finish)
+
+        found = await self._ask(arrive, timeout_s=30.0)
+        if isinstance(found, GcoreError):
+            raise EngineUnreachable(str(found))
+        if isinstance(found[0], Sample):
+            return tuple(found)
+        if not found[1]:
+            raise EngineUnreachable("it was put to sleep", fix="Ask another")
+        aborted = DenoisingTrajectory((), (1.0, 0.0), (), (VersionSpan(found[1][-1], 0, 0),), 0, ())
+        return (Sample(output=aborted, finish_reason="abort"),) * len(seeds)
 
     def _sample(self, made: tuple[Version, ...], reason: Literal["stop", "abort"]) -> Sample:
         tokens = (self._land.chance.randrange(1 << 20), *range(self._land.chance.randint(1, 2)))
@@ -352,7 +383,7 @@ class Stream:
 
     def prompt(self, ref: PromptRef) -> Prompt:
         if not self._pictures:
-            return Prompt(ref, "", (1, 2), {}, SOURCE)
+            return Prompt(ref, f"prompt {ref}", (1, 2), {}, SOURCE)
         return Prompt(ref, "", (1, 2), {}, SOURCE, request_ids=(1, 2), pictures=(picture_of(str(ref)),))
 
     def found(self, ref: PromptRef) -> tuple[Any, int]:

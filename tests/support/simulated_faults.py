@@ -50,10 +50,10 @@ class Faults:
         }
         if cluster.story.copies is not None:
             self._deeds["wipe"] = self._wipe
-        if cluster.story.pictures:
+        if cluster.story.has_blobs:
             self._deeds["lose_blobs"] = self._lose_blobs
             self._deeds["restart_blobs"] = self._restart_blobs
-        often = ("lose_blobs", "lose_blobs") if cluster.story.pictures else ()
+        often = ("lose_blobs", "lose_blobs") if cluster.story.has_blobs else ()
         self._kinds = cluster.story.faults or (*self._deeds, *often)
 
     def one(self) -> int:

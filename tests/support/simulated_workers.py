@@ -42,7 +42,7 @@ from gcore.system.files import replace_folder
 from gcore.train.rank import feed as feed_state
 from gcore.train.rank.feed import FeedState, TrainGroup, TrainSample, WorldName
 from gcore.train.rank.launch import PARTS, refuse_release, refuse_restore
-from gcore.types import Group, PromptRef, Token, Version
+from gcore.types import DenoisingTrajectory, Group, PromptRef, Sample, Token, Version
 from gcore.worker.lifecycle import RegistrationRefused
 from gcore.worker.records import LaunchSpec, WorkerRecord
 from gcore.worker.supervisor import Registrar
@@ -411,18 +411,22 @@ class Rank(Worker):
 def held_group(group: Group, samples: frozenset[int], holders: frozenset[str] = frozenset()) -> TrainGroup:
     """A fed group, as a rank has it."""
     prompt = np.asarray(group.prompt_ids, dtype=np.int32)
-    held = {
-        index: TrainSample(
-            np.asarray(group.samples[index].token_ids, dtype=np.int32),
-            np.zeros(len(group.samples[index].token_ids), dtype=np.float32),
-            group.samples[index].reward,
-            group.samples[index].masked,
-            observed=group.samples[index].observed,
-            media=group.samples[index].media,
-        )
-        for index in samples
-    }
+    held = {index: _held_sample(group.samples[index]) for index in samples}
     return TrainGroup(group.ref, group.digest(), prompt, held, media=group.media, holders=holders)
+
+
+def _held_sample(sample: Sample) -> TrainSample:
+    output = sample.output if isinstance(sample.output, DenoisingTrajectory) else None
+    return TrainSample(
+        np.asarray(sample.token_ids, dtype=np.int32),
+        np.zeros(len(sample.logprobs), dtype=np.float32),
+        sample.reward,
+        sample.masked,
+        observed=sample.observed,
+        media=sample.media,
+        steps=None if output is None else np.asarray(output.steps, dtype=np.int32),
+        sigmas=None if output is None else np.asarray(output.sigmas, dtype=np.float32),
+    )
 
 
 def damaged(run_dir: Path, checkpoint: str) -> str:

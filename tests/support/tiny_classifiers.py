@@ -114,3 +114,51 @@ def make_tiny_seeing_classifier(folder: Path, kind: SeeingKind = "gemma3", *, se
                 torch.nn.init.normal_(parameter, std=(parameter.numel() / parameter.shape[0]) ** -0.5)
     model.save_pretrained(folder)
     return folder
+
+
+CLIP_SIDE = 16
+"""Height and width in pixels of the pictures that a tiny CLIP model sees."""
+
+CLIP_WIDTH = 12
+"""Width of its embeddings."""
+
+CLIP_SCALE = 4.0
+"""Its logit_scale, a logarithm."""
+
+
+def make_tiny_clip(folder: Path, *, seed: int = 0, context: int = 40, legacy_end: bool = False) -> Path:
+    """A random CLIP model with a tokenizer of characters, in transformers' layout.
+
+    `legacy_end`: its configuration names a wrong end token, as those of the first CLIP models do.
+    """
+    import torch
+    from tokenizers import Tokenizer
+    from tokenizers.processors import TemplateProcessing
+    from transformers import CLIPConfig, CLIPModel
+    from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+
+    begin, end = VOCABULARY, VOCABULARY + 1
+    layer = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    tokens = {"bos_token_id": 0 if legacy_end else begin, "eos_token_id": 2 if legacy_end else end, "pad_token_id": 1}
+    text = {**layer, "vocab_size": VOCABULARY + 2, "max_position_embeddings": context, **tokens}
+    tower = {**layer, "image_size": CLIP_SIDE, "patch_size": 4}
+    config = CLIPConfig(
+        text_config=text, vision_config=tower, projection_dim=CLIP_WIDTH, logit_scale_init_value=CLIP_SCALE
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = CLIPModel(config)
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                torch.nn.init.normal_(parameter, std=(parameter.numel() / parameter.shape[0]) ** -0.5)
+    model.save_pretrained(folder)
+    size = {"height": CLIP_SIDE, "width": CLIP_SIDE}
+    CLIPImageProcessorPil(size={"shortest_edge": CLIP_SIDE}, crop_size=size).save_pretrained(folder)
+    save_tokenizer(folder, ends=False)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.add_special_tokens(["<begin>", "<end>"])
+    tokenizer.post_processor = TemplateProcessing(
+        single="<begin> $A <end>", special_tokens=[("<begin>", begin), ("<end>", end)]
+    )
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder

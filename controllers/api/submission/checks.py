@@ -8,23 +8,20 @@ nothing but the data caches and the folder of the runs.
 from __future__ import annotations
 
 import asyncio
-import importlib.metadata
-import json
 import math
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from packaging.requirements import Requirement
-
+from controllers.api.submission.nodes import wide_engines
 from controllers.flow.curriculum_orders import check_curriculum
 from controllers.flow.job_data import rewards_of
 from controllers.inference.judge_engines import QuestionEncoder
 from controllers.inference.judges import blame_judge, judge_encoder
-from gcore.config.capabilities import ENGINES, PICTURE_MODELS
+from gcore.config.capabilities import PICTURE_ENGINES, PICTURE_MODELS
 from gcore.config.load import find_flow
 from gcore.config.reward import Fallback, JudgeSpec
 from gcore.config.rollout import EnvironmentSpec
@@ -33,40 +30,37 @@ from gcore.config.train import ALL_LINEAR, TrainSpec, is_own_advantage, is_own_l
 from gcore.config.validation import SAYS_NOTHING
 from gcore.data.renderer import PromptRenderer
 from gcore.data.stream import JobPrompts, LengthReport, PromptSource, check_lengths, open_prompts, spread_entries
-from gcore.engines.emulated.launch import is_emulated
-from gcore.engines.environments import ENVIRONMENTS
 from gcore.engines.sglang import command as sglang
 from gcore.engines.vllm import command as vllm
 from gcore.errors import DataError, GcoreError, SpecError, explain_os_errors
 from gcore.flows.filters import find_filters, try_filters
 from gcore.ledger.records.cluster import ModelConfigs, attention_equals_at
-from gcore.ledger.records.job import NodeRecord
 from gcore.ledger.selection import MOST_BYTES, cursor_bytes, offer_bytes, seal_bytes
 from gcore.media.placeholders import PictureRule
 from gcore.models.adapter_checks import check_adapter
 from gcore.models.checks import check_adapters, check_classifier, check_critic, check_whole, read_config
+from gcore.models.diffusion.files import PipelineFiles, check_kind, policy_config
+from gcore.models.diffusion.requests import PictureRequests
 from gcore.models.hubs import hub_model
 from gcore.models.layout import adapter_digest
 from gcore.models.resolve import ResolvedModel, resolve_model
 from gcore.observability.tracking import check_trackers
 from gcore.plugins import PluginFault, check_plugin
-from gcore.reward.api import REWARDS, PictureFile, Response, RewardError
+from gcore.reward.api import REWARDS, Response, RewardError
 from gcore.reward.judges.external import judge_key, new_client
 from gcore.reward.judges.parsers import find_parser
 from gcore.reward.judges.template import Question
 from gcore.reward.judges.types import JudgeError
-from gcore.reward.pool import RewardTrial
+from gcore.reward.pool import RewardTrial, trial_response
 from gcore.reward.scorer import reward_functions
 from gcore.rollout.agents.server import try_agent
 from gcore.rollout.environments.pool import try_environment
 from gcore.rollout.environments.tools import TagCallFormat, call_format
-from gcore.system.slots import is_cpu
-from gcore.types import PictureRef, Prompt
+from gcore.types import Prompt
 from gcore.worker.sandbox.child import encode_line
 from gcore.worker.sandbox.process import ProcessEnded, SandboxProcess, check_ready
 from placement.mapping.workload import relevant_sizes
 from placement.policies.base import find_policy
-from placement.slots import count_noun
 
 HEADS = "num_attention_heads"
 """The key of the number of attention heads in a model's configuration."""
@@ -90,47 +84,6 @@ CheckProgress = Callable[[str, int, int], None]
 """Called to report progress: with the name of the task, how much of it is done, and the total."""
 
 
-def check_engine(spec: JobSpec, nodes: Sequence[NodeRecord]) -> None:
-    """Check that the nodes have the engines that the job needs, and that these can do it there. Emulated slots have every
-    engine. Raises SpecError."""
-    real = [node for node in nodes if not all(map(is_emulated, node.slots))]
-    for where, engine in wanted_engines(spec):
-        name = ENVIRONMENTS[engine].name
-        without = sorted(node.name for node in real if not (node.sglang if engine == "sglang" else node.vllm))
-        if without or not nodes:
-            which = (
-                f"no node has {name}" if len(without) == len(nodes) else f"{name} is missing on {', '.join(without)}"
-            )
-            fix = f"{ENVIRONMENTS[engine].how}, and restart the nodes. Or set {where}: torch"
-            raise SpecError(which, where=where, fix=fix)
-    check_sleep(spec, {node.name: node.slots for node in real})
-
-
-def check_sleep(spec: JobSpec, slots: Mapping[str, Iterable[str]]) -> None:
-    """Check that the engines can release their memory on these slots (by node) if the job wants it. Raises SpecError."""
-    cpus = sorted(node for node, own in slots.items() if any(map(is_cpu, own)))
-    for where, engine in wanted_engines(spec):
-        if "CPU" not in ENGINES[engine].sleeps_on and spec.placement.memory == "in_turns" and cpus:
-            raise SpecError(
-                f"{ENVIRONMENTS[engine].name} cannot release its memory on the CPU slots of {', '.join(cpus)}",
-                where="placement.memory",
-                fix=f"Set it to kept, or set {where}: torch",
-            )
-
-
-def check_blob_stores(spec: JobSpec, nodes: Sequence[NodeRecord]) -> None:
-    """Check that every node has a blob store, for a job with pictures. Raises SpecError."""
-    if not uses_pictures(spec):
-        return
-    without = sorted(node.name for node in nodes if not node.blobs)
-    if without:
-        raise SpecError(
-            f"{', '.join(without)} cannot store pictures",
-            where="data.images",
-            fix="Install gcore[vision] on every node, upgrade older nodes, and restart their daemons",
-        )
-
-
 def check_picture_model(spec: JobSpec, folder: Path) -> None:
     """Check that the engine serves pictures of a model of this type, for a job with pictures. `folder`: of the model.
     Raises SpecError.
@@ -146,153 +99,10 @@ def check_picture_model(spec: JobSpec, folder: Path) -> None:
         )
 
 
-def check_blob_room(spec: JobSpec, nodes: Sequence[NodeRecord], sources: Iterable[PromptSource]) -> None:
-    """Check that the blob stores have room for the pictures of all groups that may be generated and not trained yet.
-
-    `sources`: of training prompts. A prompt counts with the mean size of its source's pictures per prompt, because equal
-    pictures are stored once, and with as many pictures of tools as its responses may have. Raises SpecError.
-    """
-    seeing = [(one.pictures.total_size, len(one)) for one in sources if one.pictures is not None]
-    total, entries = sum(size for size, _ in seeing), sum(count for _, count in seeing)
-    room = sum(node.blob_bytes for node in nodes)
-    if not (total or spec.tool_picture_bytes) or not room or not all(node.blob_bytes for node in nodes):
-        return
-    rollout = spec.rollout
-    quotas = rollout.staleness + 1 if rollout.over_provision is None else rollout.over_provision
-    sealed = 1 if rollout.staleness else 0  # the step that is trained meanwhile
-    groups = math.ceil(spec.flow.groups_per_step * (quotas + sealed))
-    needed = min(total, groups * -(-total // max(entries, 1))) + groups * spec.tool_picture_bytes
-    if needed > room:
-        raise SpecError(
-            f"the pictures of {groups} groups ({quotas:g} steps ahead and {sealed} in training) take about {needed:,} bytes, and the "
-            f"blob stores of {count_noun(len(nodes), 'node')} have {room:,}",
-            where="flow.groups_per_step",
-            fix="Lower it, rollout.staleness, data.max_pixels or environment.tools.max_pixels, or raise blob_gib of the nodes",
-        )
-
-
-BACKEND_EXTRAS = {"deepspeed": "train", "fsdp2": "fsdp2"}
-"""Extras of gcore with the packages of each train backend."""
-
-
-def check_backend(spec: JobSpec, nodes: Sequence[NodeRecord]) -> None:
-    """Check that the packages that train the model are installed here, in versions that gcore supports.
-
-    Emulated slots need none. Raises SpecError.
-    """
-    if nodes and all(is_emulated(slot) for node in nodes for slot in node.slots):
-        return
-    backend = spec.train.backend
-    other = ", or set train.backend: fsdp2" if backend == "deepspeed" else ""
-    _check_packages(BACKEND_EXTRAS[backend], "train.backend", other)
-    if spec.train.lora is not None:
-        _check_packages("lora", "train.lora")
-
-
-def _check_packages(extra: str, where: str, other: str = "") -> None:
-    """Check the packages of an extra of gcore on this machine. `other`: what else a user may do. Raises SpecError."""
-    fix = f"Install gcore[{extra}] on every node{other}"
-    for one in map(Requirement, importlib.metadata.requires("gcore") or ()):
-        if one.marker is None or not one.marker.evaluate({"extra": extra}):
-            continue
-        try:
-            version = importlib.metadata.version(one.name)
-        except importlib.metadata.PackageNotFoundError as error:
-            raise SpecError(f"the package {one.name} is not installed here", where=where, fix=fix) from error
-        if not one.specifier.contains(version, prereleases=True):
-            raise SpecError(
-                f"{one.name} {version} is installed here, and gcore supports {one.specifier}", where=where, fix=fix
-            )
-
-
-def check_offload(spec: JobSpec, slots: Iterable[str]) -> None:
-    """Check that the job gets GPUs if it moves its train state to host memory. Emulated slots need none. Raises SpecError."""
-    named = tuple(slots)
-    if spec.train.offload_state and named and all(map(is_cpu, named)):
-        raise SpecError(
-            "offload_state moves the train state from a GPU to host memory, and all slots are CPU slots",
-            where="train.offload_state",
-            fix="Leave it out, or use slots with GPUs (--slots cuda:N)",
-        )
-
-
-def wanted_engines(spec: JobSpec) -> tuple[tuple[str, str], ...]:
-    """The settings with which a spec requests engines that have an environment of their own, and these engines."""
-    judges = ((f"judges.{number}.serving.engine", one.serving.engine) for number, one in enumerate(spec.judges))
-    named = (("rollout.engine", spec.rollout.engine), *judges)
-    return tuple((where, engine) for where, engine in named if engine in ENVIRONMENTS)
-
-
 def check_arguments(engine: str, arguments: Sequence[str], where: str) -> None:
     """Check the additional arguments of an engine's command line. `where`: their field of the spec. Raises UsageError."""
-    (vllm if engine == "vllm" else sglang).check_engine_args(arguments, where)
-
-
-def check_served_judges(spec: JobSpec, nodes: Sequence[NodeRecord]) -> None:
-    """Check that every node has slots that can serve the judges. Raises SpecError."""
-    classifiers = [judge.name for judge in spec.served_judges if judge.kind == "classifier"]
-    emulated = sorted(node.name for node in nodes if any(map(is_emulated, node.slots)))
-    if spec.judge_adapters and emulated:
-        raise SpecError(
-            f"judge {min(spec.judge_adapters)!r} is an adapter, which the emulated slots of {', '.join(emulated)} do not serve",
-            where="judges",
-            fix="Give the judge a model on emulated slots",
-        )
-    if classifiers and emulated:
-        raise SpecError(
-            f"judge {classifiers[0]!r} is a classifier, and the emulated slots of {', '.join(emulated)} serve only generative judges",
-            where="judges",
-            fix="Use a judge with kind: generative on emulated slots",
-        )
-
-
-def check_ranks(spec: JobSpec, most: int | None) -> None:
-    """Check that the cluster can ever have enough slots for the train ranks. Raises SpecError.
-
-    `most`: the slots of a cluster that cannot grow. None: nodes may join, so the job waits for slots.
-    """
-    ranks = spec.train.ranks
-    if most is not None and ranks is not None and ranks > most:
-        raise SpecError(
-            f"{count_noun(ranks, 'train rank')} do not fit on {count_noun(most, 'slot')}",
-            where="train.ranks",
-            fix="Lower train.ranks, or restart the cluster with more --slots",
-        )
-    together = spec.train.sequence_parallel
-    if most is not None and ranks is None and together > most:
-        raise SpecError(
-            f"a sequence group of {together} ranks does not fit on {count_noun(most, 'slot')}",
-            where="train.sequence_parallel",
-            fix="Lower it, or restart the cluster with more --slots",
-        )
-    least = spec.scheduling.slots_min
-    if most is not None and least > most:
-        raise SpecError(
-            f"the job needs at least {count_noun(least, 'slot')}, and the cluster has {count_noun(most, 'slot')}",
-            where="scheduling.slots_min",
-            fix="Lower it, or restart the cluster with more --slots",
-        )
-
-
-def check_copies(spec: JobSpec, *, local: bool) -> None:
-    """Check that nodes of a job without a shared folder can each have their own. `local`: the cluster of `gcore up`. Raises SpecError."""
-    if local and spec.storage.copies is not None:
-        raise SpecError(
-            "the nodes of a local cluster share one folder, so one file would count as several copies",
-            where="storage.copies",
-            fix="Leave it out, or submit the job to a cluster where each node has its own run_root",
-        )
-
-
-def local_warning(spec: JobSpec) -> str | None:
-    """A warning if this machine lacks something that the job needs. The machines that run the job may have it."""
-    for where, engine in wanted_engines(spec):
-        environment = ENVIRONMENTS[engine]
-        if environment.find() is None:
-            return (
-                f"warning: {where} is {engine}, and {environment.name} was not found on this machine. {environment.how}"
-            )
-    return None
+    of_sglang = sglang.check_picture_engine_args if engine in PICTURE_ENGINES else sglang.check_engine_args
+    (vllm.check_engine_args if engine == "vllm" else of_sglang)(arguments, where)
 
 
 @dataclass(frozen=True)
@@ -306,19 +116,21 @@ class CheckedJudge:
     model: ResolvedModel | None = None
     encoder: QuestionEncoder | None = None
 
-    def check_question(self, prompt: Prompt, source: str) -> None:
-        """Check that the judge can score `prompt`, the longest of a source. Raises SpecError."""
+    def check_question(self, prompt: Prompt, source: str, size: tuple[int, int] | None = None) -> None:
+        """Check that the judge can score `prompt`, the longest of a source. `size`: height and width of the pictures that the
+        policy generates; None: it writes text. Raises SpecError."""
         where = f"judges.{self.number} ({self.spec.name!r}), source {source!r}"
+        response = Response("", picture_file=None if size is None else ("", "", *size))
         try:
             pairwise = self.spec.mode == "pairwise"
-            asked = self.question.between(prompt, "", "") if pairwise else self.question.about(prompt, "")
-            question, pictures = asked
+            asked = self.question.between(prompt, response, response) if pairwise else None
+            question, pictures = asked or self.question.about(prompt, response)
         except JudgeError as error:
             raise SpecError(error.what, where=where, fix=error.fix) from error
         if self.encoder is None:
             return
         given = None if self.spec.model is None else self.spec.model.max_length
-        own = self.encoder.renderer.max_length
+        own = self.encoder.max_length
         # SGLang derives its context limit from more of the model's configuration and checks it itself.
         if given is not None and own is not None and given > own and self.spec.serving.engine != "sglang":
             raise SpecError(
@@ -408,8 +220,9 @@ def check_judges(spec: JobSpec) -> Mapping[str, CheckedJudge]:
 
 def _check_judge(number: int, judge: JudgeSpec, spec: JobSpec) -> CheckedJudge:
     where = f"judges.{number}"
-    picture_text = PictureRule.load(_policy_folder(spec)).picture_text if judge.images else ""
-    question = Question.compile(judge, where, picture_text)
+    generates = spec.rollout.diffusion is not None
+    picture_text = PictureRule.load(_policy_folder(spec)).picture_text if judge.images and not generates else ""
+    question = Question.compile(judge, where, picture_text, generates=generates)
     find_parser(judge.verdict.parser, f"{where}.verdict.parser")
     check_arguments(judge.serving.engine, judge.serving.engine_args, f"{where}.serving.engine_args")
     if judge.external is not None:
@@ -463,19 +276,6 @@ def judge_remote_code(judges: Mapping[str, CheckedJudge]) -> tuple[str, ...]:
     )
 
 
-def check_spans(spec: JobSpec, nodes: Sequence[NodeRecord]) -> None:
-    """Check that the engine size divides the number of slots of each node, because a replica must fit on one node. Nodes that join later
-    with another number of slots are used as far as possible (`placement.slots`). Raises SpecError."""
-    for _, where, size in _wide(spec):
-        odd = next((node for node in sorted(nodes, key=lambda one: one.name) if len(node.slots) % size), None)
-        if odd is not None:
-            raise SpecError(
-                f"{size} slots per engine do not divide the {count_noun(len(odd.slots), 'slot')} of node {odd.name}",
-                where=where,
-                fix="Use a size that divides the slots of every node, or start the controllers with other --slots",
-            )
-
-
 def check_heads(spec: JobSpec, models: ModelConfigs) -> None:
     """Check that the engine size, and the size of a sequence group, divide each model's number of attention heads, where
     that is known. Raises SpecError."""
@@ -489,7 +289,7 @@ def check_heads(spec: JobSpec, models: ModelConfigs) -> None:
                 where="train.sequence_parallel",
                 fix=f"Use {' or '.join(divisors)}, or leave it out" if divisors else "Leave it out",
             )
-    for judge, where, size in _wide(spec):
+    for judge, where, size in wide_engines(spec):
         config = models.judges.get(judge, {}) if judge else models.policy
         heads = _heads(config)
         if heads is not None and heads % size:
@@ -504,16 +304,6 @@ def _heads(config: Mapping[str, object]) -> int | None:
     """The number of attention heads of a model, or of the language model of a vision-language model; None: unknown."""
     heads = config.get(f"text_config.{HEADS}", config.get(HEADS))
     return heads if isinstance(heads, int) else None
-
-
-def _wide(spec: JobSpec) -> Iterator[tuple[str, str, int]]:
-    """Yield each engine size of the spec that is greater than one slot: the judge (empty for the policy), the field and
-    the size."""
-    if spec.rollout.slots_per_engine > 1:
-        yield "", "rollout.slots_per_engine", spec.rollout.slots_per_engine
-    for number, judge in enumerate(spec.judges):
-        if judge.serving.slots_per_engine > 1:
-            yield judge.name, f"judges.{number}.serving.slots_per_engine", judge.serving.slots_per_engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -583,7 +373,10 @@ def _check_source(
         check_kept_checkpoints(spec, 0)
     _check_disk(run_root)
     model = resolve_model(spec.model.path, trust_remote_code=spec.model.trust_remote_code, weights=False)
-    if hub_model(spec.model.path) is None and model.folder.is_dir():
+    check_kind(spec, model.folder, weights=hub_model(spec.model.path) is None)
+    if spec.rollout.engine == "sglang-diffusion" and spec.rollout.diffusion is not None:
+        sglang.check_pipeline(PipelineFiles.read(model.folder), spec.rollout.diffusion.guidance)
+    if hub_model(spec.model.path) is None and model.folder.is_dir() and spec.rollout.diffusion is None:
         check_whole(model.folder)
         if spec.train.lora is not None:
             named = ["" if target == ALL_LINEAR else target for target in spec.train.lora.targets]
@@ -609,14 +402,15 @@ def _check_source(
         check_tags(spec.environment, first.renderer)
     if spec.agent is not None:
         try_agent(spec.agent)
+    size = None if (drawn := PictureRequests.of(spec, model.folder)) is None else drawn.size
     for one in checked:
-        _try_reward(rewards, one, spec)
+        _try_reward(rewards, one, spec, size)
         source = one.opened.source
         for name in source.reward.judges:
             longest = one.opened.unfiltered(one.lengths.longest_entry, one.lengths.first.ref)
-            judges[name].check_question(longest, source.name)
+            judges[name].check_question(longest, source.name, size)
     check_curriculum(spec, prompts.stream, LENGTH_SAMPLE)
-    config = json.loads((model.folder / "config.json").read_text(encoding="utf-8"))
+    config = policy_config(model.folder)
     models = model_configs(spec, model.folder, judges)
     check_heads(spec, models)
     check_freeze(spec, config)
@@ -637,8 +431,9 @@ def model_configs(spec: JobSpec, policy: Path, judges: Mapping[str, CheckedJudge
     """The configurations that determine the models' sizes. `policy`: the folder of the policy. External judges have none."""
     critic = spec.train.critic.path if spec.train.critic is not None else None
     served = {name: judge.model.folder for name, judge in judges.items() if judge.model is not None}
+    pictures = PictureRequests.of(spec, policy)
     return ModelConfigs(
-        policy=relevant_sizes(read_config(policy)),
+        policy=relevant_sizes(policy_config(policy)) if pictures is None else pictures.sizes,
         critic=None if critic is None else relevant_sizes(read_config(Path(critic))),
         judges={name: relevant_sizes(read_config(folder)) for name, folder in served.items()},
     )
@@ -671,12 +466,13 @@ def _counted(
     return CheckedSource(opened, check_lengths(opened, among=among, sample=sample, progress=tell), held_out)
 
 
-def _try_reward(rewards: RewardTrial, checked: CheckedSource, spec: JobSpec) -> None:
+def _try_reward(rewards: RewardTrial, checked: CheckedSource, spec: JobSpec, size: tuple[int, int] | None) -> None:
     """Score an empty response to the first few prompts, to find errors in the reward's options. Then check the expected answer of every
     entry whose prompt was counted.
 
-    Raises PluginFault if the reward fails for all of the few prompts, and for the first entry whose answer it cannot use. Judges are not
-    queried. A reward that opens pictures gets copies of the data's files, which are not resized.
+    `size`: height and width of the pictures that the policy generates, which are grey here; None: it writes text. Raises PluginFault if
+    the reward fails for all of the few prompts, and for the first entry whose answer it cannot use. Judges are not queried. A reward that
+    opens pictures gets copies of the data's files, which are not resized.
     """
     source, dataset = checked.opened.source, checked.opened.dataset
     for reward in reward_functions(source.reward, {judge.name: judge for judge in spec.judges}):
@@ -684,8 +480,8 @@ def _try_reward(rewards: RewardTrial, checked: CheckedSource, spec: JobSpec) -> 
         for index in range(min(len(dataset), REWARDS_TRIED)):
             entry = dataset.entry(index)
             with tempfile.TemporaryDirectory(prefix="gcore-pictures-") as copies:
-                files = [_copy_picture(one, Path(copies)) for one in checked.opened.pictures_of(entry)]
-                result = rewards.score(reward, entry, Response("", 0, environment=0.0, files=files))
+                given = trial_response(checked.opened.pictures_of(entry), size, Path(copies))
+                result = rewards.score(reward, entry, given)
             failed = result if isinstance(result, RewardError) else None
             if failed is None:
                 break
@@ -699,17 +495,6 @@ def _try_reward(rewards: RewardTrial, checked: CheckedSource, spec: JobSpec) -> 
             raise PluginFault(
                 error.what, where=f"{where}, {dataset.name_of(chosen[place])}", fix=error.fix, trace=error.trace
             ) from error
-
-
-def _copy_picture(picture: PictureRef, folder: Path) -> PictureFile:
-    """Copy the file of a picture, named by its SHA-256 as in a blob store, so that a reward cannot change the data. Raises
-    DataError."""
-    target = folder / picture.sha256
-    try:
-        shutil.copyfile(picture.path, target)
-    except OSError as error:
-        raise DataError(f"cannot copy the picture ({error.strerror})", where=picture.path) from error
-    return PictureFile(str(target), picture.sha256)
 
 
 def _check_step_size(spec: JobSpec) -> None:

@@ -23,6 +23,11 @@ from controllers.api.submission.allowlist import EVERYTHING, Allowlist
 from controllers.api.submission.checks import (
     CheckedJob,
     adapter_digests,
+    check_submission,
+    judge_remote_code,
+    judge_revisions,
+)
+from controllers.api.submission.nodes import (
     check_backend,
     check_blob_room,
     check_blob_stores,
@@ -32,9 +37,6 @@ from controllers.api.submission.checks import (
     check_ranks,
     check_served_judges,
     check_spans,
-    check_submission,
-    judge_remote_code,
-    judge_revisions,
 )
 from controllers.api.submission.spec_changes import (
     change_settings,
@@ -180,7 +182,7 @@ class Submitter:
         check_copies(spec, local=self._local)
         run_root = self._run_root if spec.storage.root is None else Path(spec.storage.root)
         checked = await asyncio.to_thread(check_submission, spec, run_root, self._cache_dir)
-        check_blob_room(spec, nodes, checked.prompts.stream.sources)
+        check_blob_room(spec, nodes, checked.prompts.stream.sources, checked.model.folder)
         return run_root, checked
 
     def _check_owner(self, key: str) -> None:

@@ -61,12 +61,16 @@ def export(
     ] = False,
     base: Annotated[
         str | None,
-        typer.Option(metavar="PATH", help="Folder of the adapter's base model. Default: where the job found it."),
+        typer.Option(
+            metavar="PATH",
+            help="Folder of the adapter's base model, or of the pipeline whose network was trained. Default: where the job found it.",
+        ),
     ] = None,
 ) -> None:
     """Copy the model of a checkpoint, ready for `from_pretrained` and for serving. Default: the newest checkpoint.
 
-    An adapter (train.lora) is merged with its base model, unless `--adapter` is given.
+    An adapter (train.lora) is merged with its base model, unless `--adapter` is given. For a policy that generates pictures the whole
+    pipeline is written, with the trained network.
 
     A name selects the newest job of that name; a uid selects exactly one job. If no cluster is running, finished runs in the home folder
     are searched.

@@ -303,7 +303,8 @@ async def fetch_top(client: JobsClient, job: str | None) -> JobTop:
         with contextlib.suppress(UsageError):
             lines = [parse_line(book.book_json) for book in await client.get_books(found.uid, found.step)]
             read = {line.node: line.book for line in lines if line is not None}
-    return JobTop(found.name, found.uid, found.state, found.step, found.of_steps, read)
+    pictures = found.generates_pictures
+    return JobTop(found.name, found.uid, found.state, found.step, found.of_steps, read, pictures=pictures)
 
 
 def top_of_run(job: str | None, address: str | None, home: Path, error: Unreachable) -> JobTop:
@@ -326,7 +327,8 @@ def top_of_run(job: str | None, address: str | None, home: Path, error: Unreacha
     found = None if told is None else job_snapshot(told)
     step = max((book.version.step for book in books.values()), default=0)
     state, step, steps = ("ENDED", step, str(step)) if found is None else (found.state, found.step, found.of_steps)
-    return JobTop(run["job"], run["uid"], state, step, steps, books, str(folder))
+    pictures = found is not None and found.generates_pictures
+    return JobTop(run["job"], run["uid"], state, step, steps, books, str(folder), pictures=pictures)
 
 
 def _of_the_last_step(lines: list[AccountLine]) -> Mapping[str, StepAccount]:

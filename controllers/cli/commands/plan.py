@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from controllers.api.submission.checks import CheckProgress
     from controllers.cli.view.plan import PlanReport
     from gcore.config.spec import JobSpec
+    from placement.mapping.pictures import DenoiserShape
     from placement.mapping.workload import JobShapes, ModelShape
     from placement.simulator.job import SimulatedJob
     from placement.simulator.replay import ReplayScenario
@@ -370,6 +371,12 @@ def make_plan(
     from placement.mapping.workload import MeanLengths, make_workload
 
     loaded = load_spec(spec, set_ or ())
+    if response_tokens is not None and loaded.rollout.diffusion is not None:
+        raise UsageError(
+            "a picture has no tokens, and its denoising steps are those of the spec",
+            where="--response-tokens",
+            fix="Leave it out",
+        )
     nodes = parse_cluster(_read_yaml(cluster), where=str(cluster))
     shapes = _shapes(loaded)
     lengths = MeanLengths.guessed(loaded, shapes.policy, prompt_tokens, response_tokens)
@@ -424,7 +431,9 @@ def _shapes(spec: JobSpec) -> JobShapes:
     trusted = spec.model.trust_remote_code
     critic = spec.train.critic.path if spec.train.critic is not None else None
     return JobShapes(
-        policy=_shape("model.path", spec.model.path, trusted=trusted),
+        policy=_shape("model.path", spec.model.path, trusted=trusted)
+        if spec.rollout.diffusion is None
+        else _pipeline(spec),
         critic=None if critic is None else _shape("train.critic.path", critic, trusted=trusted),
         judges={
             judge.name: _shape(f"judges.{number}.model.path", judge.model.path, trusted=judge.model.trust_remote_code)
@@ -432,6 +441,20 @@ def _shapes(spec: JobSpec) -> JobShapes:
             if judge.model is not None
         },
     )
+
+
+def _pipeline(spec: JobSpec) -> DenoiserShape:
+    """Read the sizes of the pipeline that generates the job's pictures. Raises DataError, SpecError."""
+    from gcore.models.diffusion.files import check_kind
+    from gcore.models.diffusion.requests import PictureRequests
+    from gcore.models.resolve import resolve_model
+    from placement.mapping.pictures import read_pipeline
+
+    folder = resolve_model(spec.model.path, trust_remote_code=False, weights=False).folder
+    check_kind(spec, folder, weights=False)
+    requests = PictureRequests.of(spec, folder)
+    assert requests is not None
+    return read_pipeline(requests.sizes, where=str(folder))
 
 
 def _shape(key: str, path: str, *, trusted: bool) -> ModelShape:

@@ -303,7 +303,7 @@ def validate(
     """Check a spec and its files. Print the resolved spec, statistics of its data, and the processes that `gcore run` would start."""
     import yaml
 
-    from controllers.api.submission.checks import check_offload, check_sleep, local_warning
+    from controllers.api.submission.nodes import check_offload, check_sleep, local_warning
     from controllers.cli.local import deal_slots
     from controllers.cli.view.data import (
         data_notes,
@@ -375,6 +375,9 @@ def schema() -> None:
     "[dim]A model that can call a calculator:[/dim]  gcore prepare calculator",
     "[dim]Pictures, and a model that sees:[/dim]  gcore prepare counting",
     "[dim]A judge that sees them:[/dim]  gcore prepare counting-judge",
+    "[dim]A model that generates pictures:[/dim]  gcore prepare pictures",
+    "[dim]The same with a DDIM scheduler:[/dim]  gcore prepare pictures-ddim",
+    "[dim]A judge of generated pictures:[/dim]  gcore prepare pictures-judge",
     "[dim]A model that can look closer:[/dim]  gcore prepare zoom",
 )
 def prepare(
@@ -399,7 +402,8 @@ def check_files(spec: JobSpec, home: Path, sample: int | None) -> CheckedJob:
     `home`: home folder, whose cache of data is used if it exists. `sample`: number of prompts of each source to
     tokenize; None: all.
     """
-    from controllers.api.submission.checks import check_backend, check_submission
+    from controllers.api.submission.checks import check_submission
+    from controllers.api.submission.nodes import check_backend
     from controllers.cli.view.data import progress_bar
 
     with tempfile.TemporaryDirectory(prefix="gcore-validate-") as scratch, progress_bar() as progress:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from datetime import UTC, datetime
 from pathlib import Path
@@ -31,12 +31,14 @@ from controllers.cli.options import (
 from controllers.cli.output import Output, format_time, printable_text
 from controllers.cli.terminal import say, stdout_console
 from controllers.cli.view.screens import event_text
-from gcore.errors import Unreachable, UsageError
+from gcore.errors import Unreachable, UsageError, explain_os_errors
 from gcore.system.clock import SystemClock
 
 if TYPE_CHECKING:
+    from controllers.cli.view.state import ViewState
     from gcore.api.v1 import jobs_pb2 as pb
     from gcore.client.jobs import JobsClient
+    from gcore.observability.contact_sheet import SheetSection
 
 
 _AGO = re.compile(r"(\d+(?:\.\d+)?)([smhd])")
@@ -189,7 +191,7 @@ def _until_interrupted(
         raise typer.Exit(INTERRUPTED) from None
 
 
-DEFAULT_LIMIT, MOST = 3, 2**31 - 1
+DEFAULT_LIMIT, SHEET_LIMIT, MOST = 3, 16, 2**31 - 1
 
 
 @command(
@@ -198,18 +200,36 @@ DEFAULT_LIMIT, MOST = 3, 2**31 - 1
     "gcore samples arithmetic",
     "gcore samples arithmetic --step 12 --best --limit 2",
     "gcore samples arithmetic --source sums --worst -o json",
+    "[dim]Held-out responses, as the evaluation of step 20 displays them:[/dim]  gcore samples arithmetic --held-out --step 20",
+    "[dim]Generated pictures of two steps in one file:[/dim]  gcore samples pictures --step 1 --step 30 --sheet sheet.png",
 )
 def samples(
     job: JobName,
     step: Annotated[
-        int | None, typer.Option(help="The step. Default: the newest that has samples.", min=1, max=MOST)
+        list[int] | None,
+        typer.Option(help="The step. Repeatable. Default: the newest that has samples.", min=0, max=MOST),
     ] = None,
     source: Annotated[str, typer.Option(help="Only prompts of this source.", callback=check_utf8)] = "",
     best: Annotated[bool, typer.Option("--best", help="Highest rewards first.")] = False,
     worst: Annotated[bool, typer.Option("--worst", help="Lowest rewards first.")] = False,
     limit: Annotated[
-        int, typer.Option(help="Maximum number of prompts; 0: all that were kept.", min=0, max=MOST)
-    ] = DEFAULT_LIMIT,
+        int | None,
+        typer.Option(
+            help="Maximum number of prompts; 0: all that were kept. Default: 3; 16 with --sheet; all with --held-out.",
+            min=0,
+            max=MOST,
+        ),
+    ] = None,
+    held_out: Annotated[
+        bool, typer.Option("--held-out", help="The responses that evaluations display, instead of those of training.")
+    ] = False,
+    sheet: Annotated[
+        Path | None,
+        typer.Option(
+            help="Draw the generated pictures into this PNG file, those of several steps side by side. With --held-out, "
+            "default of --step: the first, the best and the newest evaluation."
+        ),
+    ] = None,
     home: Home = DEFAULT_HOME,
     address: Address = None,
     output: Format = Output.TABLE,
@@ -223,18 +243,112 @@ def samples(
 
     if best and worst:
         raise UsageError("--best and --worst exclude each other", fix="Give only one of them")
+    if held_out:
+        if best or worst or source:
+            raise UsageError("--held-out shows what an evaluation displays", fix="Omit --best, --worst and --source")
+        _show_held_out(job, step or (), sheet, limit or 0, (address, home), output)
+        return
+    if limit is None:
+        limit = DEFAULT_LIMIT if sheet is None else SHEET_LIMIT
     order = pb.SAMPLE_ORDER_BEST if best else pb.SAMPLE_ORDER_WORST if worst else pb.SAMPLE_ORDER_UNSPECIFIED
+    requests = [
+        pb.GetSamplesRequest(job=job, step=one, source=source, order=order, limit=limit)
+        for one in dict.fromkeys(step or (None,))
+    ]
+    found = _read_samples(requests, address, home)
+    if sheet is not None:
+        from controllers.cli.view.data import samples_section
+
+        _write_sheet(sheet, job, [samples_section(groups) for groups in found], output)
+    elif output.is_for_programs:
+        trees = [groups_tree(groups) for groups in found]
+        typer.echo(output.text(trees[0] if len(trees) == 1 else trees))
+    else:
+        for groups in found:
+            show_groups(stdout_console(), groups)
+
+
+def _read_samples(
+    requests: Sequence[pb.GetSamplesRequest], address: str | None, home: Path
+) -> list[Sequence[pb.SampleGroup]]:
+    """The samples of each request, from the cluster, or from the folder of a finished run if there is no cluster."""
+
+    async def read(client: JobsClient) -> list[Sequence[pb.SampleGroup]]:
+        return [await client.read_samples(request) for request in requests]
+
     try:
-        found = call_cluster(
-            lambda client: client.get_samples(job, step=step, source=source, order=order, limit=limit), address, home
-        )
+        return call_cluster(read, address, home)
     except Unreachable as error:
         from controllers.api.run_reader import samples_of_folder
 
-        run_dir = Path(run_of_home(job, address, home, error)["folder"])
-        request = pb.GetSamplesRequest(job=job, step=step, source=source, order=order, limit=limit)
-        found = list(samples_of_folder(run_dir, request))
-    if output.is_for_programs:
-        typer.echo(output.text(groups_tree(found)))
+        run_dir = Path(run_of_home(requests[0].job, address, home, error)["folder"])
+        return [list(samples_of_folder(run_dir, request)) for request in requests]
+
+
+def _show_held_out(
+    job: str, steps: Sequence[int], sheet: Path | None, limit: int, where: tuple[str | None, Path], output: Output
+) -> None:
+    from controllers.cli.view.data import choose_evaluations, evaluation_tree, held_out_sheet, show_evaluation
+
+    state = _read_events(job, *where)
+    chosen = [one.limited(limit) for one in choose_evaluations(state, steps, ends=sheet is not None)]
+    if sheet is not None:
+        _write_sheet(sheet, job, [held_out_sheet(chosen)], output)
+    elif output.is_for_programs:
+        trees = [evaluation_tree(one) for one in chosen]
+        typer.echo(output.text(trees[0] if len(trees) == 1 else trees))
     else:
-        show_groups(stdout_console(), found)
+        for one in chosen:
+            show_evaluation(stdout_console(), one)
+
+
+def _read_events(job: str, address: str | None, home: Path) -> ViewState:
+    """The state of a job after its events, and its best step."""
+    from controllers.cli.output import job_snapshot
+    from controllers.cli.view.state import ViewState
+
+    async def read(client: JobsClient) -> ViewState:
+        state = ViewState()
+        async with aclosing(client.follow(job, follow=False)) as found:
+            async for event in found:
+                state = state.apply(event)
+        return state.observe(job_snapshot(await client.get_job(job)))
+
+    try:
+        return call_cluster(read, address, home)
+    except Unreachable as error:
+        from controllers.api.job_messages import describe_run
+        from controllers.api.run_reader import events_of_folder
+
+        run_dir = Path(run_of_home(job, address, home, error)["folder"])
+        state = ViewState()
+        for event in events_of_folder(run_dir):
+            state = state.apply(event)
+        message = describe_run(run_dir)
+        return state if message is None else state.observe(job_snapshot(message))
+
+
+def _write_sheet(file: Path, job: str, sections: Sequence[SheetSection], output: Output) -> None:
+    """Draw the pictures of `sections` into a file. Raises UsageError if there are none, or if none can be read here."""
+    from gcore.observability.contact_sheet import draw_sheet
+    from gcore.system.files import replace_file
+
+    pictures = [one for section in sections for card in section.cards for one in card.pictures]
+    if not pictures:
+        raise UsageError(
+            f"job {job!r} has no generated pictures there", fix="Draw a sheet of a job that generates some"
+        )
+    readable = sum(one.file is not None and one.file.is_file() for one in pictures)
+    if not readable:
+        raise UsageError(
+            f"none of {len(pictures)} pictures can be read on this machine",
+            where=next((str(one.file) for one in pictures if one.file is not None), ""),
+            fix="They were deleted (samples.picture_mib), or the run folder is on another machine: run the command there",
+        )
+    drawn = draw_sheet(job, sections)
+    with explain_os_errors("cannot write the sheet", UsageError, where=file, fix="Name a file in a writable folder"):
+        replace_file(file, drawn)
+    if output.is_for_programs:
+        typer.echo(output.text({"sheet": str(file), "pictures": readable}))
+    else:
+        say(f"Drew {readable} of {len(pictures)} pictures in {file}.")

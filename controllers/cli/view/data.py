@@ -1,4 +1,4 @@
-"""Samples of a step and the data of a spec, rendered for a terminal or as JSON.
+"""Samples of a step, held-out responses, and the data of a spec, rendered for a terminal, as JSON or for a contact sheet.
 
 Text of models and datasets goes through `clip_text` or `printable_text`, which escape characters that could move the cursor, hide text or
 color it. Long texts are truncated; JSON has the full texts. Progress bars are drawn on standard error, only on a terminal.
@@ -9,7 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,12 +22,22 @@ from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
-from controllers.cli.output import message_tree, printable_text
+from controllers.cli.output import format_ranges, message_tree, printable_text
 from controllers.cli.terminal import ATTENTION, BAD, GOOD, HEADING, QUIET, Rows, rows_table
+from gcore.errors import UsageError
+from gcore.observability.contact_sheet import (
+    HeldOutPicture,
+    HeldOutStep,
+    SheetCard,
+    SheetPicture,
+    SheetSection,
+    held_out_section,
+)
 from gcore.rollout.environments.episode import mark_observed
 
 if TYPE_CHECKING:
     from controllers.api.submission.checks import CheckedSource, CheckProgress
+    from controllers.cli.view.state import AnswerPoint, EvalPoint, ViewState
     from gcore.api.v1 import jobs_pb2 as pb
     from gcore.data.stream import LengthReport
 
@@ -79,7 +91,8 @@ def response_details(response: pb.SampleResponse) -> str:
     parts = [f"{printable_text(part.name, 40)} {_number(part.value)}" for part in response.parts]
     told = [f"{response.observed_tokens} of them observed"] if response.observed_tokens else []
     masked = ["masked"] if response.masked else []
-    ending = [printable_text(response.finish_reason), f"{response.tokens} tokens", *told, *masked]
+    length = f"{response.steps} denoising steps" if response.HasField("picture") else f"{response.tokens} tokens"
+    ending = [printable_text(response.finish_reason), length, *told, *masked]
     return ", ".join([*parts, *ending, f"by {'/'.join(map(printable_text, response.versions))}"])
 
 
@@ -88,8 +101,15 @@ def mark_observed_text(response: pb.SampleResponse) -> str:
     return mark_observed(response.text.text, ((told.start, told.end) for told in response.observed))
 
 
+def response_body(response: pb.SampleResponse) -> str:
+    """The text of a response, or the picture that the policy generated."""
+    if response.HasField("picture"):
+        return picture_line(response.picture)
+    return clip_text(mark_observed_text(response), RESPONSE_CHARACTERS, response.text.more)
+
+
 def picture_line(picture: pb.SamplePicture) -> str:
-    """A picture of a prompt or of a tool as text: its file, or its SHA-256 if the file was deleted, and its size in pixels."""
+    """A picture as text: its file, or its SHA-256 if the file was deleted, and its size in pixels."""
     where = printable_text(picture.file, 1000) if picture.file else f"sha256:{picture.sha256}, deleted"
     return f"picture: {where} ({picture.width} x {picture.height} pixels)"
 
@@ -114,7 +134,7 @@ def _cell(response: pb.SampleResponse) -> RenderableType:
     return Text.assemble(
         (f"{reward_text(response)}\n", f"bold {style}"),
         (f"{response_details(response)}\n", QUIET),
-        clip_text(mark_observed_text(response), RESPONSE_CHARACTERS, response.text.more),
+        response_body(response),
         *((f"\n{picture_line(one)}", QUIET) for one in response.pictures),
     )
 
@@ -129,7 +149,7 @@ def _plain(group: pb.SampleGroup) -> str:
         lines.append(_indented("answer", clip_text(group.answer, 300)))
     for response in group.responses:
         lines.append(f"  response {response.index}: {reward_text(response)}; {response_details(response)}")
-        lines.append(_indented("", clip_text(mark_observed_text(response), RESPONSE_CHARACTERS, response.text.more)))
+        lines.append(_indented("", response_body(response)))
         lines += [f"    {picture_line(one)}" for one in response.pictures]
     return "\n".join(lines)
 
@@ -141,7 +161,9 @@ def _indented(name: str, text: str) -> str:
 
 def _title(group: pb.SampleGroup) -> str:
     node = printable_text(group.holder.rpartition(".")[0] or group.holder)
-    return f"prompt {printable_text(group.ref)} of {printable_text(group.source or 'the data')}, {group.prompt_tokens} tokens, from {node}"
+    pictures = any(response.HasField("picture") for response in group.responses)
+    tokens = "" if pictures else f", {group.prompt_tokens} tokens"
+    return f"prompt {printable_text(group.ref)} of {printable_text(group.source or 'the data')}{tokens}, from {node}"
 
 
 def _number(value: float) -> str:
@@ -187,6 +209,95 @@ def _response_tree(response: pb.SampleResponse) -> dict[str, Any]:
         "observed": [[told.start, told.end] for told in response.observed],
         **message_tree(response, "observed_tokens", "versions"),
         "pictures": _picture_trees(response.pictures),
+        "picture": _picture_trees([response.picture])[0] if response.HasField("picture") else None,
+        "steps": response.steps,
+    }
+
+
+def samples_section(groups: Sequence[pb.SampleGroup]) -> SheetSection:
+    """The generated pictures of the sample groups of one step, as a section of a contact sheet: a card for each prompt. The
+    border is green for a reward of at least 1, and red for 0 and less. `groups` must not be empty."""
+    responses = [response for group in groups for response in group.responses]
+    mean = math.fsum(response.reward for response in responses) / max(len(responses), 1)
+    title = f"Step {groups[0].step}: mean reward {mean:.3f} over {len(groups)} of {groups[0].of} kept prompts"
+    return SheetSection(title, tuple(SheetCard(group.prompt.text, _sheet_pictures(group)) for group in groups))
+
+
+def _sheet_pictures(group: pb.SampleGroup) -> tuple[SheetPicture, ...]:
+    return tuple(
+        SheetPicture(
+            Path(one.picture.file) if one.picture.file else None,
+            f"reward {_number(one.reward)}",
+            True if one.reward >= 1 else False if one.reward <= 0 else None,
+        )
+        for one in group.responses
+        if one.HasField("picture")
+    )
+
+
+def choose_evaluations(state: ViewState, steps: Sequence[int], *, ends: bool) -> list[EvalPoint]:
+    """The evaluations after `steps`. Without steps the newest, or with `ends` the first, the best and the newest one.
+
+    Raises UsageError if one is missing.
+    """
+    by_step = {one.step: one for one in state.evals}
+    if not by_step:
+        raise UsageError(
+            "the job has no evaluation yet", fix="Retry after the first one; eval.every says when it is due"
+        )
+    if ends and not steps:
+        steps = [min(by_step), *([state.best.step] if state.best and state.best.step in by_step else ()), max(by_step)]
+    wanted = sorted(set(steps)) or [max(by_step)]
+    for step in wanted:
+        if step not in by_step:
+            there = format_ranges(list(by_step))
+            raise UsageError(
+                f"there is no evaluation after step {step}", fix=f"There are evaluations after steps {there}"
+            )
+    return [by_step[step] for step in wanted]
+
+
+def held_out_sheet(evaluations: Sequence[EvalPoint]) -> SheetSection:
+    """The generated pictures of evaluations, as a section of a contact sheet: a card for each held-out prompt."""
+
+    def show(one: AnswerPoint) -> HeldOutPicture:
+        file = None if one.picture.startswith("sha256:") else Path(one.picture)
+        kept = file if file is not None and file.is_file() else None
+        return HeldOutPicture("", one.prompt, kept, one.reward, one.right, bool(one.unscored))
+
+    return held_out_section(
+        [
+            HeldOutStep(one.step, one.accuracy, tuple(show(answer) for answer in one.samples if answer.picture))
+            for one in evaluations
+        ]
+    )
+
+
+def show_evaluation(console: Console, point: EvalPoint) -> None:
+    """Print the responses that an evaluation displays."""
+    head = f"step {point.step}: {point.measured} on {point.count} held-out prompts, {len(point.samples)} of them shown"
+    console.print(head, style=HEADING, markup=False, highlight=False)
+    for answer in point.samples:
+        verdict = f"{'correct' if answer.right else 'incorrect'}, reward {_number(answer.reward)}"
+        lines = [
+            f"--- {clip_text(answer.prompt, PROMPT_CHARACTERS)}",
+            *([_indented("answer", clip_text(answer.answer, 300))] if answer.answer else ()),
+            f"  response: {f'not scored: {printable_text(answer.unscored, 1000)}' if answer.unscored else verdict}",
+            f"    picture: {printable_text(answer.picture, 1000)}"
+            if answer.picture
+            else _indented("", clip_text(answer.response, RESPONSE_CHARACTERS)),
+        ]
+        console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
+
+
+def evaluation_tree(point: EvalPoint) -> dict[str, Any]:
+    """The responses that an evaluation displays as a JSON object."""
+    return {
+        "step": point.step,
+        "lineage": point.lineage,
+        "accuracy": point.accuracy,
+        "count": point.count,
+        "responses": [asdict(answer) | {"correct": answer.right} for answer in point.samples],
     }
 
 

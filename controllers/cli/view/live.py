@@ -88,8 +88,9 @@ def sources_table(state: ViewState) -> Table | None:
     scores = state.evals[-1].by_source if state.evals else {}
     sets = state.evals[-1].sets if state.evals else {}
     table = Table.grid(padding=(0, 3, 0, 0))
+    length = "steps" if state.generates_pictures else "length"
     table.add_row(
-        *(Text(heading, style=QUIET) for heading in ("source", "groups", "reward", "length", "truncated", "accuracy"))
+        *(Text(heading, style=QUIET) for heading in ("source", "groups", "reward", length, "truncated", "accuracy"))
     )
     for name in names[:SHOWN]:
         table.add_row(
@@ -300,11 +301,18 @@ def _numbers(state: ViewState, width: int) -> RenderableType:
     shown: list[tuple[str, float | str | None, str]] = [
         ("length", stats.get("response_length"), "{:.1f}"),
         ("tokens/s", rate, "{:,.0f}"),
-        ("loss", stats.get("loss"), "{:.4f}"),
-        ("KL", stats.get("kl"), "{:.4f}"),
+    ]
+    if state.generates_pictures:
+        shown = [
+            ("denoising steps", stats.get("denoising_steps"), "{:.4g}"),
+            ("pictures/s", stats.get("pictures_per_second"), "{:,.1f}"),
+        ]
+    shown += [
+        ("loss", stats.get("loss"), "{:.3g}"),
+        ("KL", stats.get("kl"), "{:.3g}"),
         ("clipped", stats.get("clip_fraction"), "{:.1%}"),
-        ("gradient norm", stats.get("grad_norm"), "{:.2f}"),
-        ("entropy", stats.get("entropy"), "{:.3f}"),
+        ("gradient norm", stats.get("grad_norm"), "{:.4g}"),
+        *([] if state.generates_pictures else [("entropy", stats.get("entropy"), "{:.3f}")]),
         ("learning rate", stats.get("learning_rate"), "{:.1e}"),
     ]
     if stats.get("filter_rate"):
@@ -429,19 +437,28 @@ def _hanging(head: str, text: str, width: int, most: int, style: str = "") -> Te
 
 def _answers(state: ViewState) -> RenderableType:
     first, last = state.evals[0], state.evals[-1]
-    now_by_prompt = {a.prompt: a for a in last.samples}
+    now_by_prompt = dict(zip(_numbered(last.samples), last.samples, strict=True)) if last is not first else {}
     table = Table.grid(padding=(0, 3, 0, 0))
     table.add_row(
         Text("prompt", style=QUIET),
         Text(f"before ({first.accuracy:.1%})", style=QUIET),
         Text(f"after step {last.step} ({last.accuracy:.1%})" if last is not first else "now", style=QUIET),
-        Text("expected", style=QUIET),
+        Text("expected" if any(answer.answer for answer in first.samples) else "", style=QUIET),
     )
     answers = first.samples[:ANSWERS_SHOWN]
-    for before, prompt in zip(answers, distinguish_texts([answer.prompt for answer in answers], 40), strict=True):
-        now = now_by_prompt.get(before.prompt) if last is not first else None
+    prompts = distinguish_texts([answer.prompt for answer in answers], 40)
+    for before, name, prompt in zip(answers, _numbered(answers), prompts, strict=True):
+        now = now_by_prompt.get(name)
         table.add_row(Text(prompt), _marked(before), _marked(now), Text(printable_text(before.answer, 24), QUIET))
-    return table
+    folders = (answer.picture.rpartition("/")[0] for answer in (*last.samples, *first.samples))
+    folder = next((one for one in folders if one), "")
+    return Group(table, Text(f"pictures in {printable_text(folder, 400)}", QUIET, overflow="fold")) if folder else table
+
+
+def _numbered(answers: Sequence[AnswerPoint]) -> list[tuple[str, int]]:
+    """Each response's prompt, and how many before it have the same prompt."""
+    prompts = [answer.prompt for answer in answers]
+    return [(prompt, prompts[:place].count(prompt)) for place, prompt in enumerate(prompts)]
 
 
 def _marked(answer: AnswerPoint | None) -> Text:
@@ -449,6 +466,8 @@ def _marked(answer: AnswerPoint | None) -> Text:
         return Text("-", style=QUIET)
     right = answer.right
     text = Text("✓ " if right else "✗ ", style=GOOD if right else BAD)
+    if answer.picture:
+        return text.append(f"reward {answer.reward:.3g}")
     return text.append(printable_text(answer.response, 24) or "(empty)")
 
 

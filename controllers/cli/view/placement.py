@@ -346,6 +346,8 @@ class JobTop:
     steps: str
     books: Mapping[str, StepAccount]
     folder: str = ""
+    pictures: bool = False
+    """Whether the policy generates pictures, whose tokens are denoising steps."""
 
     @property
     def slots(self) -> int:
@@ -405,7 +407,8 @@ def top_rows(top: JobTop) -> Iterable[tuple[str, str]]:
     for pool, sums in sorted(top.engines.items()):
         if sums.active_s > 0:
             speed = sums.tokens / top.step_s if top.step_s else 0.0
-            yield pool, f"{sums.running_s / sums.active_s:.1f} concurrent requests per engine, {speed:,.0f} tokens/s"
+            unit = "denoising steps" if top.pictures and pool == "rollout" else "tokens"
+            yield pool, f"{sums.running_s / sums.active_s:.1f} concurrent requests per engine, {speed:,.0f} {unit}/s"
     if top.folder:
         yield "read from", f"{printable_text(top.folder)}, because no cluster is running"
         yield "see also", f"`gcore trace {top.uid} --step N`, `gcore placement explain {top.uid}`"

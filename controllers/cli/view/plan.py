@@ -26,13 +26,16 @@ from placement.mapping.memory import (
     rank_needs,
     train_memory,
 )
+from placement.mapping.pictures import DenoiserShape
 from placement.mapping.search import FittingLayout, LayoutSearchResult, RejectedLayouts
 from placement.mapping.workload import (
     SHARE_OPTIONS,
     EngineWorkload,
     JobShapes,
     MeanLengths,
+    ModelShape,
     PoolLayout,
+    TrainWorkload,
     Workload,
 )
 from placement.slots import count_noun, sizes_of
@@ -121,7 +124,7 @@ def plan_tree(planned: PlanReport, show: int) -> dict[str, Any]:
             "alike": cluster.alike,
             "source": device.source,
         },
-        "lengths": {"prompt_tokens": planned.lengths.prompt, "response_tokens": planned.lengths.response},
+        "lengths": lengths_tree(planned),
         "models": list(model_rows(planned)),
         "fitting": len(found.fits),
         "placements": [layout_tree(fit, starts=planned.begins(fit.way)) for fit in found.fits[:show]],
@@ -130,6 +133,22 @@ def plan_tree(planned: PlanReport, show: int) -> dict[str, Any]:
         "warnings": [] if first is None else list(cache_hints(first)),
         "misfits": [{"placement": str(one.way), "why": str(one.excess), "count": one.count} for one in found.misfits],
         "hints": list(found.hints),
+    }
+
+
+def lengths_tree(planned: PlanReport) -> dict[str, Any]:
+    """The mean lengths as a JSON object, or the sizes of generated pictures."""
+    drawn = planned.shapes.policy
+    if not isinstance(drawn, DenoiserShape):
+        return {"prompt_tokens": planned.lengths.prompt, "response_tokens": planned.lengths.response}
+    return {
+        "height": drawn.height,
+        "width": drawn.width,
+        "image_tokens": drawn.tokens,
+        "text_tokens": drawn.text_tokens,
+        "denoising_steps": planned.lengths.response,
+        "trained_steps": drawn.trained,
+        "blob_bytes_of_a_step": planned.workload.blob_bytes,
     }
 
 
@@ -158,6 +177,7 @@ def layout_tree(fit: FittingLayout, *, starts: bool) -> dict[str, Any]:
             "training": times.training,
             "publishing": times.publishing,
             "switching": times.switching,
+            "transferring": times.transferring,
         },
     }
 
@@ -169,11 +189,10 @@ def model_rows(planned: PlanReport) -> Iterator[dict[str, Any]]:
     ranks = planned.cluster.slots if best is None else best.way.ranks
     for served in workload.served:
         engine = engine_memory(served, size=1, rows=served.rows, gpu=gpu)
-        yield _model(
-            served.name,
-            served.shape.parameters,
-            {"weights": engine.weights, "cache": engine.cell * engine.wanted, "working": engine.works},
-        )
+        cache, working = engine.cell * engine.wanted, engine.works
+        if isinstance(served.shape, DenoiserShape):  # running pictures have no cache
+            cache, working = 0, working + cache
+        yield _model(served.name, served.parameters, {"weights": engine.weights, "cache": cache, "working": working})
     for need in rank_needs(workload.training, ranks, gpu=gpu):
         shape = workload.training.models.get(need.name, workload.rollout.shape)
         yield _model(
@@ -182,7 +201,7 @@ def model_rows(planned: PlanReport) -> Iterator[dict[str, Any]]:
 
 
 def _of_ranks(need: MemoryNeed, ranks: int) -> str:
-    return f", 1 of {count_noun(ranks, 'rank')}" if need.name != "reference" else ""
+    return f", 1 of {count_noun(ranks, 'rank')}" if need.name.endswith("training") else ""
 
 
 def _model(name: str, parameters: int, parts: dict[str, int]) -> dict[str, Any]:
@@ -196,8 +215,7 @@ def print_tables(planned: PlanReport, show: int) -> None:
     weakest = "" if cluster.alike else " (nodes differ; the lowest value of each figure is used)"
     say(
         f"{planned.spec.name} on {count_noun(cluster.slots, 'slot')} of {count_noun(cluster.node_count, 'node')}, "
-        f"{SlotMemory.of(cluster).all_of_it / GIB:.4g} GiB each{weakest}; mean prompt {planned.lengths.prompt:.4g} tokens, mean response "
-        f"{planned.lengths.response:.4g} tokens.\n",
+        f"{SlotMemory.of(cluster).all_of_it / GIB:.4g} GiB each{weakest}; {_lengths_line(planned)}.\n",
     )
     display(_models_table(planned))
     say(f"\n{_counted(planned)}\n")
@@ -219,6 +237,17 @@ def print_tables(planned: PlanReport, show: int) -> None:
             say(f"  and {len(found.misfits) - MOST_MISFITS} more kinds (-o json has all)")
     for hint in found.hints:
         say(f"\n{printable_text(hint, LONG)}.")
+
+
+def _lengths_line(planned: PlanReport) -> str:
+    drawn, lengths = planned.shapes.policy, planned.lengths
+    if not isinstance(drawn, DenoiserShape):
+        return f"mean prompt {lengths.prompt:.4g} tokens, mean response {lengths.response:.4g} tokens"
+    guided = " with two passes each" if drawn.passes > 1 else ""
+    return (
+        f"pictures of {drawn.width} x {drawn.height} pixels ({count_noun(drawn.tokens, 'image token')}), {lengths.response:.4g} denoising "
+        f"steps{guided}, of which {drawn.trained:.4g} are trained; blobs of a step take up to {format_gib(planned.workload.blob_bytes)}"
+    )
 
 
 def _begins(planned: PlanReport, first: FittingLayout) -> str:
@@ -270,14 +299,17 @@ def _models_table(planned: PlanReport) -> Rows:
 
 
 def _fits_table(planned: PlanReport, show: int) -> Rows:
-    headings = ("PLACEMENT", "STEP s", "ROLLOUT", "JUDGES", "TRAIN", "SYNC", "SWITCH", "FULLEST SLOT GiB", "CAN START")
+    sends = any(fit.times.transferring for fit in planned.found.fits)
+    parts_of = ("STEP s", "ROLLOUT", "JUDGES", *(["TRANSFER"] if sends else []), "TRAIN", "SYNC", "SWITCH")
+    headings = ("PLACEMENT", *parts_of, "FULLEST SLOT GiB", "CAN START")
     shown = list(planned.found.fits[:show])
     if planned.first is not None and planned.first not in shown:
         shown.append(planned.first)
     rows = []
     for fit in shown:
         times = fit.times
-        parts = (times.step, times.rollout, times.judging, times.training, times.publishing, times.switching)
+        sent = (times.transferring,) if sends else ()
+        parts = (times.step, times.rollout, times.judging, *sent, times.training, times.publishing, times.switching)
         fullest = max(used for _, used in fit.room.used) / GIB
         rows.append((str(fit.way), *(f"{part:.3g}" for part in parts), f"{fullest:.1f}", _starts(planned, fit.way)))
     return rows_table(headings, rows, right=headings[1:])
@@ -318,7 +350,9 @@ def placement_section(spec: JobSpec, fit: FittingLayout) -> YamlSection:
         section["rollout"] = {"slots_per_engine": way.rollout_size}
     # Without a limit, the engine would use memory that the train ranks on the same slot need.
     if "rollout" in fit.room.bound:
-        section["rollout"] = section.get("rollout", {}) | {"cache_tokens": dict(fit.room.cells)["rollout"]}
+        cells, rows = dict(fit.room.cells), dict(fit.room.rows)
+        bound = {"cache_tokens": cells["rollout"]} if "rollout" in cells else {"batch_slots": rows["rollout"]}
+        section["rollout"] = section.get("rollout", {}) | bound
     if way.reward_size != sizes.reward:
         section[JUDGES] = {judge.name: {"slots_per_engine": way.reward_size} for judge in spec.served_judges}
     return section
@@ -404,6 +438,9 @@ def _trained(workload: Workload, way: PoolLayout, names: tuple[str, ...], memory
             f"weights, gradients and optimizer of {name} on {count_noun(way.ranks, 'rank')}", state, f"set {shared}"
         )
         tokens = micro_tokens(training, way.ranks)
+        if isinstance(shape, DenoiserShape):
+            yield _drawn(parts.activations, name, tokens // training.longest, training)
+            continue
         fixes = [] if training.recomputes else ["set train.activation_checkpointing: true"]
         if tokens > training.longest:
             fixes.append(
@@ -419,6 +456,14 @@ def _trained(workload: Workload, way: PoolLayout, names: tuple[str, ...], memory
     for need in rank_needs(training, way.ranks, gpu=memory.gpu):
         if need.name == "reference" and need.name in names:
             yield MemoryTerm("the reference model", need.stays + need.works, f"set {shared}")
+
+
+def _drawn(size: float, name: str, rows: int, training: TrainWorkload) -> MemoryTerm:
+    """The activations of trained denoising steps."""
+    fix = "use smaller pictures (rollout.diffusion.height and width)"
+    if rows > 1:
+        fix = f"lower train.micro_batch_tokens (now {training.micro_tokens:,}; a denoising step has {training.longest:,} image tokens)"
+    return MemoryTerm(f"activations of {name} for {count_noun(rows, 'denoising step')}", size, fix)
 
 
 def _engine_terms(
@@ -440,6 +485,10 @@ def _engine_terms(
         need = engine_memory(served, size=size, rows=rows, gpu=memory.gpu)
         where, longest = _section(served), "rollout.max_new_tokens" if policy else f"max_new_tokens of {served.name}"
         yield MemoryTerm(f"weights of {served.name}", need.weights, "use larger accelerators, or a smaller model")
+        if not isinstance(served.shape, ModelShape):
+            smaller = "use smaller pictures (rollout.diffusion.height and width)"
+            yield MemoryTerm(f"a running picture of {served.name}", need.cell * need.least, smaller)
+            continue
         yield MemoryTerm(
             f"KV cache of {served.name} for the longest request", need.cell * need.least, f"lower {longest}"
         )

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
 SHOWN_ANSWERS = 5
+LONGEST_PATH = 1000
 _NUMBER = re.compile(r"\d+(\.\d+)?")
 
 
@@ -75,21 +76,24 @@ def trouble_lines(before: WaitPoint | None, who: str, why: str, now: float) -> t
 
 def step_line(state: ViewState, point: StepPoint) -> str:
     """The line about a committed step: `step 12/150 reward 0.620 accuracy 0.450 length 3.1 812 tok/s generate 0.31s
-    ...`.
+    ...`, or of a policy that generates pictures `... denoising steps 5 31.2 pictures/s generate ...`.
 
     The accuracy is that of the newest evaluation. Phases follow in seconds, then the groups by node.
     """
-    reward, length = point.stats.get("reward"), point.stats.get("response_length")
+    reward, length, denoising = (point.stats.get(name) for name in ("reward", "response_length", "denoising_steps"))
     accuracy = state.evals[-1].accuracy if state.evals else None
     words = [
         f"step {point.step}/{state.of_steps}",
         "reward " + ("-" if reward is None else f"{reward:.3f}"),
         "accuracy " + ("-" if accuracy is None else f"{accuracy:.3f}"),
-        "length " + ("-" if length is None else f"{length:.1f}"),
+        f"denoising steps {denoising:.4g}"
+        if denoising is not None
+        else "length " + ("-" if length is None else f"{length:.1f}"),
     ]
-    rate = point.tokens_per_second
-    if rate is not None:
-        words.append(f"{rate:.0f} tok/s")
+    if point.tokens_per_second is not None:
+        words.append(f"{point.tokens_per_second:.0f} tok/s")
+    if point.pictures_per_second is not None:
+        words.append(f"{point.pictures_per_second:.1f} pictures/s")
     words += [f"{PHASE_NAMES[name]} {format_seconds(value)}" for name, value in point.phases.items()]
     if streamed := point.stats.get("parts"):
         words.append(f"parts {streamed:.0f}")
@@ -131,12 +135,17 @@ def set_line(point: EvalPoint, name: str) -> str:
 
 
 def answer_line(answer: AnswerPoint, prompt: str) -> str:
-    """A held-out response with its verdict: `47+8= → 55 correct` or `47+8= → 54 incorrect, expected 55`. `prompt`: the
-    part to display."""
-    verdict = "correct" if answer.right else f"incorrect, expected {printable_text(answer.answer, 40)}"
+    """A held-out response with its verdict: `47+8= → 55 correct` or `47+8= → 54 incorrect, expected 55`; a picture with
+    its file and its reward. `prompt`: the part to display."""
+    verdict = "correct" if answer.right else "incorrect"
+    if answer.picture:
+        verdict += f", reward {answer.reward:.3g}"
+    if answer.answer and not answer.right:
+        verdict += f", expected {printable_text(answer.answer, 40)}"
     if answer.unscored:
         verdict = f"not scored: {printable_text(answer.unscored, 200)}"
-    return f"{prompt} → {printable_text(answer.response) or '(empty)'}  {verdict}"
+    response = printable_text(answer.picture, LONGEST_PATH) or printable_text(answer.response) or "(empty)"
+    return f"{prompt} → {response}  {verdict}"
 
 
 class Screen(Protocol):

@@ -39,11 +39,23 @@ class StepPoint:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Tokens per second, as reported or computed from tokens and seconds."""
+        """Tokens per second, as reported or computed from tokens and seconds; None of a policy that generates pictures."""
+        if self.denoising_steps is not None:
+            return None
         reported, tokens, seconds = (self.stats.get(key) for key in ("tokens_per_second", "tokens", "seconds"))
         if reported is None and tokens is not None and seconds:
             return tokens / seconds
         return reported
+
+    @property
+    def denoising_steps(self) -> float | None:
+        """Mean number of trained denoising steps of a generated picture; None if the policy writes text."""
+        return self.stats.get("denoising_steps")
+
+    @property
+    def pictures_per_second(self) -> float | None:
+        """Pictures per second; None if unknown, or if the policy writes text."""
+        return self.stats.get("pictures_per_second")
 
     @property
     def phases(self) -> dict[str, float]:
@@ -63,6 +75,8 @@ class AnswerPoint:
     """Whether the reward reaches the set's threshold; None if the cluster does not report it."""
     unscored: str = ""
     """Why the response could not be scored; empty if it was scored."""
+    picture: str = ""
+    """File of the picture that the policy generated, or its SHA-256 if none is kept; empty: the response is a text."""
 
     @property
     def right(self) -> bool:
@@ -100,6 +114,10 @@ class EvalPoint:
     unscored: int = 0
     mean_reward: float | None = None
     is_graded: bool = False
+
+    def limited(self, limit: int) -> EvalPoint:
+        """The same with at most `limit` responses; 0: all."""
+        return replace(self, samples=self.samples[:limit]) if limit else self
 
     @property
     def measured(self) -> str:
@@ -238,6 +256,12 @@ class JobSnapshot:
         return f"{'~' if self.steps_estimated else ''}{self.steps}"
 
     @property
+    def generates_pictures(self) -> bool:
+        """Whether the policy generates pictures."""
+        rollout = self.spec.get("rollout")
+        return isinstance(rollout, Mapping) and rollout.get("diffusion") is not None
+
+    @property
     def shard_count(self) -> int:
         """Number of shards of the job's prompt stream; 0 if unknown."""
         data = self.spec.get("data")
@@ -246,7 +270,7 @@ class JobSnapshot:
 
 def parse_answer(data: Mapping[str, Any]) -> AnswerPoint:
     """Parse a sample of an evaluation event; missing fields become empty."""
-    correct = data.get("correct")
+    correct, picture = data.get("correct"), get_mapping(data, "picture")
     return AnswerPoint(
         get_text(data, "prompt"),
         get_text(data, "response"),
@@ -254,6 +278,7 @@ def parse_answer(data: Mapping[str, Any]) -> AnswerPoint:
         finite_or_none(data.get("reward")) or 0.0,
         correct if isinstance(correct, bool) else None,
         get_text(data, "unscored"),
+        get_text(picture, "file") or (f"sha256:{get_text(picture, 'sha256')}" if picture else ""),
     )
 
 
@@ -381,10 +406,24 @@ class ViewState:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Mean throughput over all steps with known tokens and seconds; None if there is none."""
-        known = [p.stats for p in self.points if "tokens" in p.stats and p.stats.get("seconds", 0.0) > 0]
+        """Mean throughput over all steps with known tokens and seconds; None if there is none, or if the policy generates
+        pictures."""
+        return None if self.generates_pictures else self._mean_rate("tokens")
+
+    @property
+    def pictures_per_second(self) -> float | None:
+        """Mean number of generated pictures per second; None if it is not known, or if the policy writes text."""
+        return self._mean_rate("samples") if self.generates_pictures else None
+
+    def _mean_rate(self, name: str) -> float | None:
+        known = [p.stats for p in self.points if name in p.stats and p.stats.get("seconds", 0.0) > 0]
         seconds = sum(stats["seconds"] for stats in known)
-        return sum(stats["tokens"] for stats in known) / seconds if seconds > 0 else None
+        return sum(stats[name] for stats in known) / seconds if seconds > 0 else None
+
+    @property
+    def generates_pictures(self) -> bool:
+        """Whether the policy generates pictures, as far as steps have shown."""
+        return any(point.denoising_steps is not None for point in self.points)
 
     @property
     def seconds_left(self) -> float | None:

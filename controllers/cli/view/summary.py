@@ -40,6 +40,7 @@ from controllers.cli.view.state import (
 )
 from gcore.errors import StoreUnavailable, Unreachable, explain_os_errors
 from gcore.ledger import archive
+from gcore.observability.contact_sheet import SHEET_FILE
 from gcore.schema import UnreadableRecord
 from gcore.system.files import replace_file
 from gcore.types import CHECKPOINTS
@@ -132,6 +133,8 @@ class Summary:
     """Mean training reward of the first `train_reward_steps` steps; `train_reward_last`: of the last ones."""
     train_reward_last: float | None = None
     train_reward_steps: int = 0
+    pictures_per_second: float | None = None
+    """Of a policy that generates pictures, which has no `tokens_per_second`."""
 
     @property
     def succeeded(self) -> bool:
@@ -165,6 +168,7 @@ def summarize(state: ViewState, job: JobSnapshot, audit: AuditVerdict, wall_seco
         wall_seconds=round(wall_seconds, 3),
         job_seconds=round(job.ended - job.created, 3) if job.ended and job.created else None,
         tokens_per_second=state.tokens_per_second,
+        pictures_per_second=state.pictures_per_second,
         waits={name: round(value, 3) for name, value in waits.items()},
         bottleneck=find_bottleneck(waits),
         controllers=len(groups.keys() | {node.name for node in state.nodes}),
@@ -232,7 +236,7 @@ def next_commands(summary: Summary, again: str, longer: str, options: Sequence[s
         if summary.best is not None and summary.best.checkpoint not in ("", summary.checkpoint):
             shown["export the best"] = command("export", "--best", "--to", f"{target}-best")
     if summary.steps:
-        shown["read responses"] = command("samples")
+        shown["look at pictures" if summary.pictures_per_second is not None else "read responses"] = command("samples")
     if summary.state == SUCCEEDED:
         shown["train longer"] = longer
     shown["run again" if summary.state in ENDED_STATES else "continue"] = again
@@ -255,7 +259,6 @@ def summary_rows(summary: Summary) -> dict[str, str]:
         if graded
         else (summary.eval_accuracy_before, summary.eval_accuracy_after)
     )
-    rate = summary.tokens_per_second
     groups = ", ".join(f"{printable_text(name)} {count}" for name, count in summary.groups_by_controller.items())
 
     def words(one: SourceSummary) -> str:
@@ -283,7 +286,7 @@ def summary_rows(summary: Summary) -> dict[str, str]:
         "steps": f"{summary.steps}"
         + (f", {summary.rollbacks} rollback{'s' * (summary.rollbacks > 1)}" if summary.rollbacks else "")
         + f", {format_seconds(summary.wall_seconds)} wall time",
-        "speed": "-" if rate is None else f"{rate:,.0f} tokens/s",
+        "speed": _speed_words(summary),
         "waits": waits_line(summary.waits) or "-",
         "audit": summary.audit if isinstance(summary.audit, str) else _first_of(summary.audit),
         "run folder": summary.run_dir,
@@ -296,7 +299,15 @@ def summary_rows(summary: Summary) -> dict[str, str]:
         shown["logs"] = f"{summary.run_dir}/logs"
     if summary.checkpoint:
         shown["checkpoint"] = summary.checkpoint
+    if (sheet := Path(summary.run_dir) / SHEET_FILE).is_file():
+        shown["contact sheet"] = str(sheet)
     return shown
+
+
+def _speed_words(summary: Summary) -> str:
+    if summary.pictures_per_second is not None:
+        return f"{summary.pictures_per_second:,.1f} pictures/s"
+    return "-" if summary.tokens_per_second is None else f"{summary.tokens_per_second:,.0f} tokens/s"
 
 
 def _reward_words(summary: Summary) -> str:

@@ -608,7 +608,7 @@ class SampleText(_message.Message):
     def __init__(self, text: _Optional[str] = ..., more: _Optional[int] = ...) -> None: ...
 
 class SampleResponse(_message.Message):
-    __slots__ = ("index", "text", "tokens", "reward", "parts", "advantage", "advantage_least", "advantage_most", "finish_reason", "masked", "versions", "observed", "observed_tokens", "pictures")
+    __slots__ = ("index", "text", "tokens", "reward", "parts", "advantage", "advantage_least", "advantage_most", "finish_reason", "masked", "versions", "observed", "observed_tokens", "pictures", "picture", "steps")
     INDEX_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -623,6 +623,8 @@ class SampleResponse(_message.Message):
     OBSERVED_FIELD_NUMBER: _ClassVar[int]
     OBSERVED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PICTURES_FIELD_NUMBER: _ClassVar[int]
+    PICTURE_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
     index: int
     text: SampleText
     tokens: int
@@ -637,7 +639,9 @@ class SampleResponse(_message.Message):
     observed: _containers.RepeatedCompositeFieldContainer[ObservedText]
     observed_tokens: int
     pictures: _containers.RepeatedCompositeFieldContainer[SamplePicture]
-    def __init__(self, index: _Optional[int] = ..., text: _Optional[_Union[SampleText, _Mapping]] = ..., tokens: _Optional[int] = ..., reward: _Optional[float] = ..., parts: _Optional[_Iterable[_Union[RewardPart, _Mapping]]] = ..., advantage: _Optional[float] = ..., advantage_least: _Optional[float] = ..., advantage_most: _Optional[float] = ..., finish_reason: _Optional[str] = ..., masked: _Optional[bool] = ..., versions: _Optional[_Iterable[str]] = ..., observed: _Optional[_Iterable[_Union[ObservedText, _Mapping]]] = ..., observed_tokens: _Optional[int] = ..., pictures: _Optional[_Iterable[_Union[SamplePicture, _Mapping]]] = ...) -> None: ...
+    picture: SamplePicture
+    steps: int
+    def __init__(self, index: _Optional[int] = ..., text: _Optional[_Union[SampleText, _Mapping]] = ..., tokens: _Optional[int] = ..., reward: _Optional[float] = ..., parts: _Optional[_Iterable[_Union[RewardPart, _Mapping]]] = ..., advantage: _Optional[float] = ..., advantage_least: _Optional[float] = ..., advantage_most: _Optional[float] = ..., finish_reason: _Optional[str] = ..., masked: _Optional[bool] = ..., versions: _Optional[_Iterable[str]] = ..., observed: _Optional[_Iterable[_Union[ObservedText, _Mapping]]] = ..., observed_tokens: _Optional[int] = ..., pictures: _Optional[_Iterable[_Union[SamplePicture, _Mapping]]] = ..., picture: _Optional[_Union[SamplePicture, _Mapping]] = ..., steps: _Optional[int] = ...) -> None: ...
 
 class ObservedText(_message.Message):
     __slots__ = ("start", "end")

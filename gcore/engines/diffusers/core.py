@@ -8,9 +8,10 @@ its trained steps.
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,74 +19,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gcore.engines.request import ABORTED, Finish, OutputSpan
+from gcore.engines.request import ABORTED, Finish, spans_of
+from gcore.engines.serving.denoising import DenoisingOutput, DenoisingRequest, DenoisingResult
 from gcore.engines.torch.engine import EngineBase
 from gcore.engines.torch.kv_cache import CacheShape
-from gcore.engines.torch.model import explain_memory_error
+from gcore.engines.torch.model import StagedWeights, apply_weights, explain_memory_error, stage_weights
 from gcore.models.adapter_checks import BaseFiles
 from gcore.models.diffusion.networks import Condition, condition_shape
 from gcore.models.diffusion.pipeline import ImagePipeline
-from gcore.models.diffusion.steps import StepKind, kept_states
+from gcore.models.diffusion.windows import kept_states
+from gcore.models.layout import AVERAGE_FOLDER
 from gcore.system.memory import is_out_of_memory, release_free_memory
 
 ENGINE_NAME = "gcore diffusers engine"
 """Name of the engine in `/server_info`."""
 
 MEMORY_FIX = "Lower rollout.batch_slots, or the pictures' height and width"
-
-
-@dataclass(frozen=True, slots=True)
-class DenoisingRequest:
-    """A request for one picture. Checked before it reaches the core.
-
-    `prompt`: token IDs of the first text encoder, for counting. `levels`: of the scheduler, one more than steps. `steps`:
-    the random steps, ascending, which have log-probabilities; all others follow the ODE. `noise_seed`: of the initial
-    state; `seed`: of the noise of steps. `returns_states`: whether the states around random steps are returned.
-    """
-
-    number: int
-    rid: str
-    prompt: tuple[int, ...]
-    text: str
-    negative: str
-    shape: tuple[int, int, int]
-    levels: tuple[float, ...]
-    kind: StepKind
-    noise_level: float
-    steps: tuple[int, ...]
-    noise_seed: int
-    seed: int
-    constants: bool = True
-    """Whether log-probabilities have the constants of the normal distribution (`DenoisingStep.log_prob`)."""
-    returns_states: bool = True
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class DenoisingResult:
-    """A finished sample, on the CPU. `logprobs`: of each of the request's steps. `states` [n, channels, height, width],
-    float32: before and after each of these steps, each once (`kept_states`); without steps, or if they are not returned,
-    the finished state alone. `picture` [height, width, 3], uint8. `condition`, `negative`: of the prompt, and of the
-    negative prompt if the engine guides.
-    """
-
-    logprobs: tuple[float, ...]
-    spans: tuple[OutputSpan, ...]
-    states: Tensor
-    picture: Tensor
-    condition: Condition
-    negative: Condition | None
-
-
-@dataclass(frozen=True, slots=True)
-class DenoisingOutput:
-    """How a request ended; `result` is None if it was aborted or could not be finished. `version`: of the weights at its end."""
-
-    number: int
-    version: str
-    ending: Finish
-    result: DenoisingResult | None = None
-    broken: str = ""
-    """Why the picture could not be finished; empty if it was, or was aborted."""
 
 
 @dataclass(slots=True)
@@ -107,7 +56,7 @@ class _Row:
     def key(self) -> Any:
         """Rows with equal keys can share a pass of the network."""
         negative = None if self.negative is None else condition_shape(self.negative)
-        return self.state.shape, condition_shape(self.condition), negative
+        return self.task.averaged, self.state.shape, condition_shape(self.condition), negative
 
     @property
     def step(self) -> Any:
@@ -115,16 +64,6 @@ class _Row:
         task = self.task
         random = self.index in task.steps
         return task.levels, self.index, task.kind if random else "ode", task.noise_level, task.constants
-
-    def spans(self, version: str) -> tuple[OutputSpan, ...]:
-        """Which version computed which trained steps; one empty span of `version` if there are none."""
-        found: list[OutputSpan] = []
-        for place, one in enumerate(self.versions):
-            if found and found[-1].version == one:
-                found[-1] = OutputSpan(one, found[-1].start, place + 1)
-            else:
-                found.append(OutputSpan(one, place, place + 1))
-        return tuple(found) or (OutputSpan(version, 0, 0),)
 
 
 @dataclass(slots=True)
@@ -138,22 +77,47 @@ class ServedPipeline:
     asleep: bool = False
 
 
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class StagedAverages(StagedWeights):
+    """Weights, and the average of the trained weights beside them."""
+
+    average: StagedWeights
+
+
 class DiffusionCore(EngineBase[DenoisingRequest, DenoisingOutput]):
     """Engine core of a pipeline. `slots`: maximum number of running samples."""
 
     memory_fix = MEMORY_FIX
     takes_pictures = False
 
-    def __init__(self, pipeline: ImagePipeline, *, slots: int, version: str) -> None:
+    def __init__(self, pipeline: ImagePipeline, *, slots: int, version: str, average: bool = False) -> None:
+        """`average`: hold an average of the weights beside them, which a weight update brings too."""
         network = pipeline.network
-        served = ServedPipeline(
-            network.module, pipeline.folder / network.folder, CacheShape((), network.dtype, network.device)
-        )
+        served = ServedPipeline(network.module, pipeline.files.network, CacheShape((), network.dtype, network.device))
         super().__init__(served, version=version)
         self.pipeline = pipeline
         self.slots = slots
+        self._average = replace(served, module=copy.deepcopy(network.module)) if average else None
         self._waiting: deque[DenoisingRequest] = deque()
         self._rows: list[_Row] = []
+
+    @property
+    def averages(self) -> bool:
+        """Whether requests may name the average of the weights."""
+        return self._average is not None
+
+    def stage_weights(self, folder: Path) -> StagedWeights:
+        """Load a folder's weights, and the average beside them. See `EngineBase.stage_weights`."""
+        staged = super().stage_weights(folder)
+        if self._average is None or not (folder / AVERAGE_FOLDER).is_dir():
+            return staged
+        return StagedAverages(staged.tensors, average=stage_weights(self._average, folder / AVERAGE_FOLDER))
+
+    def _apply_weights(self, staged: StagedWeights) -> None:
+        super()._apply_weights(staged)
+        if self._average is not None:
+            # Weights that come without an average, such as those of the initial model, are their own.
+            apply_weights(self._average, staged.average if isinstance(staged, StagedAverages) else staged)
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -205,7 +169,8 @@ class DiffusionCore(EngineBase[DenoisingRequest, DenoisingOutput]):
     def _begin(self, task: DenoisingRequest) -> _Row:
         noise = torch.Generator().manual_seed(task.noise_seed)
         state = torch.randn(task.shape, generator=noise).to(self.pipeline.network.device)
-        generator = torch.Generator().manual_seed(task.seed)
+        # The same seed again would give the first step the noise of the initial state.
+        generator = noise if task.seed == task.noise_seed else torch.Generator().manual_seed(task.seed)
         negative = self.pipeline.condition(task.negative) if self.pipeline.network.needs_negative else None
         return _Row(task, self.pipeline.condition(task.text), negative, state, generator)
 
@@ -215,7 +180,10 @@ class DiffusionCore(EngineBase[DenoisingRequest, DenoisingOutput]):
         states = torch.stack([row.state for row in rows])
         levels = torch.tensor([row.task.levels[row.index] for row in rows], dtype=torch.float32, device=device)
         negatives = [row.negative for row in rows if row.negative is not None]
-        predictions = self.pipeline.network.predict(states, levels, [row.condition for row in rows], negatives)
+        network = self.pipeline.network
+        if rows[0].task.averaged and self._average is not None:
+            network = network.calling(self._average.module)
+        predictions = network.predict(states, levels, [row.condition for row in rows], negatives)
         self.generated_tokens += len(rows)
         for alike in _grouped(list(range(len(rows))), lambda place: rows[place].step):
             self._move([rows[place] for place in alike], states[alike], predictions[alike])
@@ -232,10 +200,11 @@ class DiffusionCore(EngineBase[DenoisingRequest, DenoisingOutput]):
         following = step.sample(noise.to(states.device))
         logprobs: list[float] = step.log_prob(following, constants=constants).tolist()
         for row, before, after, logprob in zip(rows, states, following, logprobs, strict=True):
-            row.logprobs.append(logprob)
-            row.versions.append(self.version)
-            if row.task.returns_states:
-                row.states[index], row.states[index + 1] = before, after
+            if index in row.task.trained:
+                row.logprobs.append(logprob)
+                row.versions.append(self.version)
+                if row.task.returns_states:
+                    row.states[index], row.states[index + 1] = before, after
             row.state, row.index = after, index + 1
 
     def _finish(self, rows: Sequence[_Row]) -> None:
@@ -246,10 +215,10 @@ class DiffusionCore(EngineBase[DenoisingRequest, DenoisingOutput]):
 
     def _output(self, row: _Row, state: Tensor, picture: Tensor) -> DenoisingOutput:
         if not (torch.isfinite(state).all() and torch.isfinite(torch.tensor(row.logprobs)).all()):
-            broken = "the network's predictions are not finite"
+            broken = "the network's predictions are not finite; lower train.learning_rate, or check the weights of model.path"
             return DenoisingOutput(row.task.number, self.version, Finish("abort", message=broken), broken=broken)
-        kept = [row.states[number] for number in kept_states(row.task.steps)] if row.states else [state]
-        spans, states = row.spans(self.version), torch.stack(kept).cpu()
+        kept = [row.states[number] for number in kept_states(row.task.trained)] if row.states else [state]
+        spans, states = spans_of(row.versions, self.version), torch.stack(kept).cpu()
         result = DenoisingResult(tuple(row.logprobs), spans, states, picture, row.condition, row.negative)
         return DenoisingOutput(row.task.number, self.version, Finish("stop"), result)
 

@@ -253,7 +253,7 @@ class EmulatedDevice:
         if self.still:
             return
         read = {row.work.task.key for row in self._running.values() if not row.made} if self._waiting else set()
-        unread = 0
+        unread = begun = 0
         for work in self._waiting.take(self._rows - len(self._running)):
             task = work.task
             if task.number not in self._responses:
@@ -265,12 +265,13 @@ class EmulatedDevice:
             else:
                 work.cached_tokens = len(task.prompt) - 1
             work.mark(self.version, made)
+            begun += 1
             entry = next(self._entries)
             self._running[task.number] = _Row(work, self._steps, made, entry)
             end = self._steps + len(self._responses[task.number].tokens) - made
             heapq.heappush(self._ends, (end, entry, task.number))
-        if unread:
-            self._held_until = max(self._held_until, now) + self._timing.prefill(unread) * self._shared
+        if begun:
+            self._held_until = max(self._held_until, now) + self._timing.begin(unread, begun) * self._shared
         self._alone_s = self._timing.decode_step(max(1, len(self._running)))
         self._note(now)
 
@@ -281,7 +282,8 @@ class EmulatedDevice:
 
     def _retracted(self, row: _Row) -> SequenceState:
         work, made = row.work, self._made(row)
-        work.tokens = list(self._responses[work.task.number].tokens[:made])
+        response = self._responses[work.task.number]
+        work.tokens = [] if response.restarts else list(response.tokens[:made])
         work.retractions += 1
         return work
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import itertools
 import sys
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
@@ -40,6 +41,7 @@ from gcore.engines.request import (
     GenerationRequest,
     PauseMode,
     RequestOutput,
+    RequestSampling,
     check_token_ids,
     check_version,
 )
@@ -48,12 +50,15 @@ from gcore.engines.serving.io_struct import GenerateCall, LogprobRequest, Sampli
 from gcore.errors import DataError, EngineError, GcoreError
 from gcore.media.pictures import inspect_picture
 from gcore.media.placeholders import PictureRule, Size, SmartResizeRule
+from gcore.models.diffusion.files import is_pipeline
 from gcore.rollout.engine_time import EngineTimeSums
 from gcore.system.clock import Clock
 from gcore.system.concurrency import gather_or_cancel
 from gcore.types import Version
 
 if TYPE_CHECKING:
+    from gcore.engines.emulated.pictures import EmulatedPipeline
+    from gcore.engines.serving.denoising import AnswerWriter, DenoisingBody, DenoisingRequest
     from gcore.media.client import BlobClient
 
 KIND = "gcore emulated engine: it computes nothing, for tests and benchmarks only"
@@ -73,6 +78,8 @@ class EmulatedModel:
     """The verdicts with which responses end, if the model is a judge."""
     rule: PictureRule | None = None
     """How placeholders of pictures are expanded; None: the model takes no pictures."""
+    pipeline: EmulatedPipeline | None = None
+    """Generates pictures; None: the model writes texts."""
 
     def expand(self, tokens: tuple[int, ...], pictures: Sequence[Any]) -> tuple[int, ...]:
         """Replace the placeholder of each picture by its tokens. `pictures`: paths of blobs. Raises EngineError."""
@@ -149,8 +156,17 @@ class EmulatedModels:
         return self._read[judge]
 
 
+NO_WORDS = Vocabulary(0, (), (), 0)
+"""The vocabulary of a model that generates pictures."""
+
+
 def _policy(launch: HostLaunch) -> EmulatedModel:
     folder = Path(launch.model)
+    if is_pipeline(folder):
+        from gcore.engines.emulated.pictures import EmulatedPipeline  # slow to import
+
+        pipeline = EmulatedPipeline.read(folder, launch.guidance, launch.height, launch.width)
+        return EmulatedModel(str(folder), NO_WORDS, None, pipeline=pipeline)
     text = Detokenizer.load(folder)
     return EmulatedModel(str(folder), Vocabulary.load(folder, text), text, launch.longest, rule=_picture_rule(folder))
 
@@ -272,6 +288,11 @@ class LiveSlot:
         self._set_alarm()
 
 
+def _names_of(given: Sequence[str] | None, count: int) -> Sequence[str]:
+    """The request IDs of so many pictures: those that are given, or new ones."""
+    return [uuid.uuid4().hex for _ in range(count)] if given is None else given
+
+
 LEAST_S = 0.05
 """Minimum of real seconds between two checks whether a streamed response has grown."""
 
@@ -292,12 +313,23 @@ class PendingAnswer:
     returns_prompt: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class PendingPicture:
+    """A request for one picture that has not ended. `task`: as the device runs it. The other fields are as of `PendingAnswer`."""
+
+    task: GenerationRequest
+    request: DenoisingRequest
+    ended: asyncio.Future[RequestOutput]
+    since: float
+
+
 class EmulatedEngine(ServedEngine[Path]):
     """One emulated engine, with the interface that the HTTP routes use (`ServedEngine`).
 
     `rows`: maximum number of running sequences. `slot`: the simulation of the slot on which it is resident; None: it
     has a slot of its own. `spans`: names of its slots in that simulation. `blobs`: stores the blobs of responses; None:
-    they have none. Belongs to the event loop of its first request. New weights are only a folder's path; nothing is loaded.
+    they have none. `writer`: stores the arrays of generated pictures. Belongs to the event loop of its first request. New weights
+    are only a folder's path; nothing is loaded.
     """
 
     kind = "an emulated engine"
@@ -315,6 +347,7 @@ class EmulatedEngine(ServedEngine[Path]):
         slot: LiveSlot | None = None,
         spans: tuple[str, ...] = ("",),
         blobs: ResponseBlobs | None = None,
+        writer: AnswerWriter | None = None,
     ) -> None:
         description = {
             "model_path": model.path,
@@ -324,6 +357,9 @@ class EmulatedEngine(ServedEngine[Path]):
             "vocab_size": model.words.size,
             "is_generation": True,
         }
+        self._writer = writer
+        self._drawn: dict[int, DenoisingRequest] = {}
+        """The pictures that are under way, by number."""
         self.device = EmulatedDevice(timing, self._response, rows=rows, version=version)
         super().__init__(clock, self.device, description)
         self.time_scale = 1.0 / timing.law.speedup
@@ -335,8 +371,9 @@ class EmulatedEngine(ServedEngine[Path]):
         self._slot = slot or LiveSlot(clock, timing.law.speedup)
         self._slot.add(self.device, self._deliver, spans)
         self._blobs = blobs
-        self._tickets: dict[int, PendingAnswer] = {}
+        self._tickets: dict[int, PendingAnswer | PendingPicture] = {}
         self._next = 0
+        self._storing = asyncio.Semaphore(BLOBS_AT_ONCE)
         self._moving = asyncio.Lock()
         """Held while memory is released or restored."""
         self._follow(version)
@@ -346,6 +383,8 @@ class EmulatedEngine(ServedEngine[Path]):
 
         Raises EngineError if it cannot be served.
         """
+        if self.model.pipeline is not None:
+            raise EngineError("this engine generates pictures", fix="Send /rollout/generate")
         names = request.rids or tuple(uuid.uuid4().hex for _ in request.prompts)
         self.check_names(set(names))
         request.adapter_numbers({})
@@ -359,6 +398,64 @@ class EmulatedEngine(ServedEngine[Path]):
                 ticket = self._ticket(tokens, params, asked, name if params.n == 1 else f"{name}_{index}", index)
                 tickets.append(replace(ticket, returns_prompt=request.returns_prompt))
         return tickets
+
+    def admit_pictures(self, body: DenoisingBody) -> list[PendingPicture]:
+        """Check a client's request for pictures and split it. Starts nothing. Raises EngineError, DataError."""
+        from gcore.engines.serving.denoising import admit_pictures  # slow to import
+
+        pipeline = self.model.pipeline
+        if pipeline is None:
+            raise EngineError("this engine writes texts", fix="Send /generate")
+        numbers = itertools.count(self._next)
+        found = admit_pictures(
+            body, pipeline, pipeline.side, averages=True, number=lambda: next(numbers), names=_names_of
+        )
+        self._next += len(found)
+        self.check_names({request.rid for request in found})
+        loop, now = asyncio.get_running_loop(), self.clock.monotonic()
+        return [
+            PendingPicture(
+                GenerationRequest(
+                    one.number, one.rid, one.prompt or (0,), RequestSampling(len(one.levels) - 1, one.seed)
+                ),
+                one,
+                loop.create_future(),
+                now,
+            )
+            for one in found
+        ]
+
+    async def pictures(self, tickets: Sequence[PendingPicture], *, with_condition: bool) -> list[dict[str, Any]]:
+        """Generate pictures, and return the answers in order. A cancellation aborts those that run. Raises BlobError."""
+        self._drawn |= {ticket.task.number: ticket.request for ticket in tickets}
+        try:
+            async with self._under_way(tickets):
+                ended = await asyncio.gather(*(ticket.ended for ticket in tickets))
+                return await gather_or_cancel(
+                    self._picture(ticket, output, with_condition=with_condition)
+                    for ticket, output in zip(tickets, ended, strict=True)
+                )
+        finally:
+            for ticket in tickets:
+                del self._drawn[ticket.task.number]
+
+    async def _picture(self, ticket: PendingPicture, output: RequestOutput, *, with_condition: bool) -> dict[str, Any]:
+        from gcore.engines.emulated.pictures import trained_spans  # slow to import
+        from gcore.engines.serving.denoising import answer_numbers
+
+        request, ending, pipeline = ticket.request, output.ending, self.model.pipeline
+        assert ending is not None
+        assert pipeline is not None
+        assert self._writer is not None
+        latency_s, version = self.clock.monotonic() - ticket.since, output.spans[-1].version
+        if ending.kind == "abort":
+            return answer_numbers(request, ending, (), (), version, latency_s)
+        logprobs = [output.logprobs[step] for step in request.trained]
+        spans = trained_spans(request, output.spans, version)
+        answer = answer_numbers(request, ending, logprobs, spans, version, latency_s)
+        async with self._storing:
+            arrays = await asyncio.to_thread(pipeline.arrays, request)
+            return answer | await self._writer.arrays(request, arrays, with_condition=with_condition)
 
     async def answers(self, tickets: Sequence[PendingAnswer]) -> list[dict[str, Any]]:
         """Start the samples, wait for all, and return the responses in order. A cancellation aborts those that run."""
@@ -399,7 +496,7 @@ class EmulatedEngine(ServedEngine[Path]):
         return max(every * self.device.step_s / self._speedup, LEAST_S)
 
     @contextlib.asynccontextmanager
-    async def _under_way(self, tickets: Sequence[PendingAnswer]) -> AsyncIterator[None]:
+    async def _under_way(self, tickets: Sequence[PendingAnswer | PendingPicture]) -> AsyncIterator[None]:
         names = {ticket.task.rid for ticket in tickets}
         async with self.gate.passing():
             self._names |= names
@@ -536,6 +633,8 @@ class EmulatedEngine(ServedEngine[Path]):
         return self.clock.monotonic() * self._speedup
 
     def _response(self, task: GenerationRequest, version: str) -> EmulatedResponse:
+        if self.model.pipeline is not None:
+            return self.model.pipeline.response(self._drawn[task.number])
         return make_response(self._voice, task.prompt, task.sampling, version, self.timing.step)
 
     def _ticket(

@@ -24,6 +24,7 @@ import sys
 from collections import defaultdict
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from gcore.api.tls import Connector, ReloadingFiles, serving_context
 from gcore.engines.emulated.engine import EmulatedEngine, EmulatedModels, LiveSlot, ResponseBlobs
@@ -42,6 +43,9 @@ from gcore.system.daemon import set_up_logging
 from gcore.system.network import join_host_port
 from gcore.system.process import CannotStart, ProcessId, process_status, wait_child_ended
 from gcore.worker.records import WorkerRecord, WorkerState
+
+if TYPE_CHECKING:
+    from gcore.engines.serving.denoising import AnswerWriter
 
 COMMAND = ("sh", "-c", "read never")
 
@@ -305,6 +309,8 @@ class EngineHost:
             await self._clock.sleep(LINGER_S)
             return
         law = self._law.of_judges if placed.judge else self._law.of_policy
+        if model.pipeline is not None:
+            law = model.pipeline.timing(self._law)
         timing = ReplicaTiming(self._law, placed.instance, law, slots=len(placed.slots))
         timing.step = self._step
         loading = asyncio.ensure_future(self._clock.sleep(timing.load() / self._law.speedup))
@@ -325,6 +331,7 @@ class EngineHost:
             slot=slot,
             spans=spans,
             blobs=self._response_blobs(placed, launch),
+            writer=None if model.pipeline is None else self._writer(launch),
         )
         port = await self._doors.open()
         self._engines[port] = engine
@@ -347,6 +354,17 @@ class EngineHost:
 
         http = open_blob_http(Connector(None if launch.tls is None else launch.tls.material))
         return ResponseBlobs(size, BlobClient(launch.blob_store, launch.job_uid, launch.blob_key, http))
+
+    @staticmethod
+    def _writer(launch: HostLaunch) -> AnswerWriter:
+        """What stores the arrays of generated pictures."""
+        from gcore.engines.serving.denoising import AnswerWriter  # slow to import
+        from gcore.media.client import BlobClient, open_blob_http
+
+        if not launch.blob_store:
+            return AnswerWriter(None)
+        http = open_blob_http(Connector(None if launch.tls is None else launch.tls.material))
+        return AnswerWriter(BlobClient(launch.blob_store, launch.job_uid, launch.blob_key, http))
 
     async def _follow_head(self) -> None:
         """Watch the job's head and tell judge engines its step, which the version of their weights does not contain."""

@@ -1,8 +1,9 @@
 """Launch document of a node's emulated engines, the start of their process, and the queue of later documents.
 
 The durations of simulated work are not in the document: the environment variable `GCORE_EMULATED_LAW`, which daemons
-and workers inherit, may name a JSON file with other values than the defaults (`law.TimingModel`). Emulated slots are
-for tests and benchmarks and cannot be set in a node's configuration.
+and workers inherit, may name a JSON file with other values than the defaults (`law.TimingModel`). It may also give the
+slots a device memory, which their node reports as hardware. Emulated slots are for tests and benchmarks and cannot be
+set in a node's configuration.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from gcore.api.tls import ServingTls
 from gcore.errors import explain_os_errors
 from gcore.schema import Record, RecordPart
 from gcore.store.reference import StoreRef
-from gcore.system.files import replace_file
+from gcore.system.files import parse_number, parse_object, replace_file
 from gcore.system.process import CannotStart, ProcessId, spawn_detached
 
 LAW_FILE = "GCORE_EMULATED_LAW"
@@ -36,6 +37,16 @@ def is_emulated(slot: str) -> bool:
 def emulation_remark(slots: Iterable[str]) -> str:
     """Return a warning to append to reports about these slots; empty if none of them is emulated."""
     return f" ({SAID})" if any(map(is_emulated, slots)) else ""
+
+
+def emulated_memory(environment: Mapping[str, str]) -> float | None:
+    """Return the device memory of each emulated slot in GiB, from the timing file; None: not known. `read_timing_model`
+    reports a file that is missing or invalid."""
+    try:
+        found = parse_object(Path(environment[LAW_FILE]).read_text()) or {}
+        return parse_number(found["memory_gib"])
+    except (OSError, KeyError, TypeError):
+        return None
 
 
 class PlacedEngine(RecordPart):
@@ -72,7 +83,7 @@ class ServedJudge(RecordPart):
 class HostLaunch(Record):
     """Launch document: the file that `python -m gcore.emulated.host --launch` reads. Times in real seconds."""
 
-    came_with: ClassVar[Mapping[str, int]] = {"blob_store": 3, "blob_key": 3}
+    came_with: ClassVar[Mapping[str, int]] = {"blob_store": 3, "blob_key": 3, "guidance": 3, "height": 3, "width": 3}
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+$")]
     node: str
@@ -93,6 +104,10 @@ class HostLaunch(Record):
     widest: PositiveInt = 1
     """Maximum number of slots that an engine of the job uses. Adjacent slots are simulated in blocks of this size."""
     weight_version: str
+    guidance: float = 1.0
+    height: PositiveInt | None = None
+    width: PositiveInt | None = None
+    """Guidance, height and width of the pictures that the policy generates; None: the pipeline's."""
     blob_store: str = ""
     """Base URL of the node's blob store; empty: the job has no pictures."""
     blob_key: str = Field("", repr=False)

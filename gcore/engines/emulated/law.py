@@ -46,6 +46,9 @@ class TimingModel(RecordPart):
     seed: int = 0
     speedup: PositiveFloat = 1.0
     """Emulated seconds per real second."""
+    memory_gib: PositiveFloat | None = None
+    """Device memory of each slot, which placement takes into account; None: not known. Nothing is allocated
+    (`launch.emulated_memory` reads it)."""
     load_s: NonNegativeFloat = 1.0
     """Time from the start of an engine or a rank until it serves."""
     prefill_tokens_per_s: PositiveFloat = 20_000.0
@@ -92,6 +95,14 @@ class TimingModel(RecordPart):
     """Random bytes that come with each response of the policy, as a blob in the store of its node; 0: none. Only in jobs
     with pictures, whose nodes have a store.
     """
+    denoise_s: PositiveFloat = 0.02
+    """Fixed part of the duration of a pass of the network that denoises, of a policy that generates pictures."""
+    denoise_per_token_s: NonNegativeFloat = 1e-5
+    """Additional duration of a pass for each image token of each picture."""
+    denoise_per_pair_s: NonNegativeFloat = 0.0
+    """Additional duration of a pass for each pair of image tokens of each picture (attention)."""
+    picture_s: NonNegativeFloat = 0.02
+    """Duration of decoding a picture, which delays the steps of the others."""
     judge_decode_s: PositiveFloat = 0.02
     """Like `decode_s`, but for judge engines; so are the fields below. Prefill, sleep and wake are as for the policy.
     """
@@ -117,6 +128,13 @@ class TimingModel(RecordPart):
             self.response_jump,
         )
         return EngineTimingModel(self.decode_s, self.decode_per_sequence_s, lengths)
+
+    def of_pictures(self, tokens: int, passes: int) -> EngineTimingModel:
+        """The parameters that differ between kinds of engines, for engines that generate pictures: their decode steps are
+        denoising steps. `tokens`: image tokens of a picture. `passes`: of the network in a step."""
+        each = passes * (tokens * self.denoise_per_token_s + tokens * tokens * self.denoise_per_pair_s)
+        steps = ResponseLengths(1, spread=0.0, likeness=0.0)  # not used: requests say how many steps
+        return EngineTimingModel(passes * self.denoise_s + each, each, steps, sample_s=self.picture_s)
 
     @property
     def of_judges(self) -> EngineTimingModel:
@@ -161,6 +179,8 @@ class EngineTimingModel:
     lengths: ResponseLengths
     slow_at: int | None = None
     slow: float = 1.0
+    sample_s: float = 0.0
+    """Duration of what a sample needs beside its steps, in emulated seconds: decoding a picture."""
 
     def decode_step(self, sequences: int, step: int) -> float:
         """Return the duration of a decode step of this many sequences, in emulated seconds, without speeds and noise.
@@ -199,6 +219,11 @@ class ReplicaTiming:
     def prefill(self, tokens: int) -> float:
         """Sample the time of a prefill with this many tokens."""
         return self._taken(tokens / self.law.prefill_tokens_per_s / self._faster)
+
+    def begin(self, tokens: int, samples: int) -> float:
+        """Sample the time of the prefill of this many tokens, and of what so many new samples need beside their steps."""
+        prefill = self.prefill(tokens)
+        return prefill + (self._taken(samples * self.engine.sample_s) if self.engine.sample_s else 0.0)
 
     def decode_step(self, sequences: int) -> float:
         """Sample the time of a decode step of this many sequences (at least 1), which generates a token for each."""

@@ -12,6 +12,7 @@ It reports no loss, because an invented value could be mistaken for a real one.
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import struct
@@ -22,6 +23,8 @@ from pathlib import Path
 
 from gcore.engines.emulated.launch import SAID
 from gcore.engines.emulated.law import ReplicaTiming, read_timing_model
+from gcore.errors import DataError
+from gcore.ledger.records.chain import SealedGroup
 from gcore.models.layout import (
     EMULATED_FILE,
     EXP_AVG_FILE,
@@ -90,9 +93,10 @@ class EmulatedTrainer:
         """Apply one step: wait for its training time, stage weights, and write a checkpoint if one is due and the
         receipt.
 
-        Raises WriteRefused.
+        Raises WriteRefused, DataError.
         """
         self.released = frozenset()
+        self._check_arrays(work)
         launch, seal = self._launch, work.seal
         updating = saving = 0.0
         if seal.groups:
@@ -128,6 +132,7 @@ class EmulatedTrainer:
 
     def accumulate(self, part: StepPartInput, tell: Tell) -> None:
         """Apply one part of the next, streamed step: wait for its training time."""
+        self._check_arrays(part.work)
         self._compute(self._timing.accumulate(_tokens(part.work)), tell)
 
     def rest(self, what: Collection[str], tell: Tell) -> None:
@@ -137,6 +142,18 @@ class EmulatedTrainer:
 
     def leave(self) -> None:
         """Do nothing: ranks do not communicate."""
+
+    def _check_arrays(self, work: StepInput) -> None:
+        """Check that the states of generated pictures are in this world's folder, as a real rank maps them. Raises DataError."""
+        blobs = self._launch.blobs
+        for slot in work.layout.of_rank(work.rank) if blobs is not None else ():
+            group = work.groups.get(work.seal.groups[slot.group].digest)
+            for medium in () if group is None else group.samples[slot.sample].media:
+                assert blobs is not None
+                file = Path(blobs.folder) / medium.sha256
+                wanted = 4 * math.prod(medium.shape) if medium.dtype == "float32" else medium.size
+                if not file.is_file() or file.stat().st_size != wanted:
+                    raise DataError(f"{medium.kind} {medium.sha256} is not there with {wanted} bytes", where=str(file))
 
     def _compute(self, seconds: float, tell: Tell) -> None:
         self._accumulated += seconds
@@ -201,11 +218,18 @@ class EmulatedTrainer:
 
 
 def _tokens(work: StepInput) -> int:
-    """Return the number of prompt and response tokens of a step that the rank computes."""
-    groups = work.seal.groups
+    """Return the number of prompt and response tokens of a step that the rank computes, or of the image tokens of its trained
+    denoising steps."""
     share = work.layout.of_rank(work.rank)
-    tokens = sum(groups[slot.group].prompt_tokens + groups[slot.group].response_tokens[slot.sample] for slot in share)
-    return tokens // work.layout.sequence_parallel
+    return (
+        sum(_sample_tokens(work.seal.groups[slot.group], slot.sample) for slot in share)
+        // work.layout.sequence_parallel
+    )
+
+
+def _sample_tokens(group: SealedGroup, sample: int) -> int:
+    length = group.response_tokens[sample]
+    return length * group.step_tokens if group.step_tokens else group.prompt_tokens + length
 
 
 def load_emulated_rank(

@@ -83,6 +83,8 @@ class EmulatedResponse:
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
     ending: Finish
+    restarts: bool = False
+    """Whether it begins again if it is preempted, as a picture does."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import socket
 import ssl
 from collections.abc import AsyncIterator, Iterator, Mapping
@@ -21,11 +22,12 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gcore.engines.emulated.engine import EmulatedEngine
-from gcore.engines.serving.http import ApiKeyGuard, ApiKeys, error_event, read_body
+from gcore.engines.serving.http import ApiKeyGuard, ApiKeys, checked_body, error_event, read_body
 from gcore.engines.serving.io_struct import GenerateCall, generate_body
 from gcore.engines.serving.routes import (
     CLIENT_CLOSED_REQUEST,
     STREAM_END,
+    TRANSFER_ROUTES,
     bind_engine,
     control_routes,
     encode_event,
@@ -36,20 +38,7 @@ from gcore.engines.serving.routes import (
 from gcore.errors import EngineError
 from gcore.system.network import http_settings, listen_http
 
-UNSERVED = (
-    "/init_weights_update_group",
-    "/destroy_weights_update_group",
-    "/begin_weight_update",
-    "/end_weight_update",
-    "/update_weights_from_distributed",
-    "/update_weights_from_tensor",
-    "/update_weights_from_ipc",
-    "/get_weights_by_name",
-    "/load_lora_adapter",
-    "/open_session",
-    "/v1/chat/completions",
-    "/v1/completions",
-)
+UNSERVED = (*TRANSFER_ROUTES, "/load_lora_adapter", "/open_session", "/v1/chat/completions", "/v1/completions")
 BACKLOG = 128
 GRACE_S = 1
 
@@ -62,6 +51,7 @@ def new_app(engines: Mapping[int, EmulatedEngine]) -> Starlette:
 
     routes = [
         Route("/generate", bind_engine(engine_of, generate), methods=["POST", "PUT"]),
+        Route("/rollout/generate", bind_engine(engine_of, generate_pictures), methods=["POST"]),
         Route("/health_generate", bind_engine(engine_of, health), methods=["GET"]),
     ]
     return make_app([*routes, *control_routes(engine_of, UNSERVED)])
@@ -76,6 +66,16 @@ async def generate(engine: EmulatedEngine, request: Request) -> Response:
     if answers is None:
         return Response(status_code=CLIENT_CLOSED_REQUEST)
     return JSONResponse(answers if body.is_list else answers[0])
+
+
+async def generate_pictures(engine: EmulatedEngine, request: Request) -> Response:
+    """Handle `/rollout/generate`: generate pictures, and respond with one body."""
+    from gcore.engines.serving.denoising import DenoisingBody  # slow to import
+
+    body = await read_body(request, functools.partial(checked_body, DenoisingBody))
+    working = engine.pictures(engine.admit_pictures(body), with_condition=body.rollout_return_denoising_env)
+    answers = await run_unless_disconnected(request, working)
+    return Response(status_code=CLIENT_CLOSED_REQUEST) if answers is None else JSONResponse(answers)
 
 
 async def _events(engine: EmulatedEngine, body: GenerateCall) -> AsyncIterator[bytes]:

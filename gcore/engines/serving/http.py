@@ -23,10 +23,12 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gcore.errors import EngineError, GcoreError
+from gcore.media.protocol import BlobError, BlobTooLarge
 from gcore.system.files import refuse_constant
 
 BAD_REQUEST = 400
 TOO_LARGE = 413
+UNAVAILABLE = 503
 
 
 class BodyRefused(EngineError):
@@ -42,7 +44,8 @@ class ParamsRefused(EngineError):
 
 
 def error_response(error: GcoreError) -> Response:
-    """Return the HTTP response for `error`, in one of SGLang's three formats with status 400.
+    """Return the HTTP response for `error`, in one of SGLang's three formats with status 400. The third has status 503 if the
+    blob store of the node refused an array of the answer: the same request may succeed later.
 
     1. The body is not what the route accepts: an object with `object: "error"` and `message`. A body that is too large
        gets the same with status 413.
@@ -55,7 +58,8 @@ def error_response(error: GcoreError) -> Response:
         return _whole(str(error), BAD_REQUEST, "Bad Request")
     if isinstance(error, ParamsRefused):
         return JSONResponse({"error": str(error)}, BAD_REQUEST)
-    return JSONResponse({"error": {"message": str(error)}}, BAD_REQUEST)
+    waits = isinstance(error, BlobError) and not isinstance(error, BlobTooLarge)
+    return JSONResponse({"error": {"message": str(error)}}, UNAVAILABLE if waits else BAD_REQUEST)
 
 
 def error_event(error: GcoreError) -> dict[str, Any]:
@@ -219,6 +223,7 @@ ADMIN = frozenset(
         "/begin_weight_update",
         "/end_weight_update",
         "/get_weights_by_name",
+        "/get_weights_checksum",
     }
 )
 

@@ -43,6 +43,29 @@ from gcore.engines.serving.io_struct import (
 from gcore.errors import EngineError, GcoreError
 from gcore.rollout.engine_time import prometheus_text
 
+TEXT_ROUTES = (
+    "/generate",
+    "/classify",
+    "/encode",
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/load_lora_adapter",
+    "/unload_lora_adapter",
+)
+"""Routes of SGLang that an engine for pictures refuses."""
+
+TRANSFER_ROUTES = (
+    "/init_weights_update_group",
+    "/destroy_weights_update_group",
+    "/begin_weight_update",
+    "/end_weight_update",
+    "/update_weights_from_distributed",
+    "/update_weights_from_tensor",
+    "/update_weights_from_ipc",
+    "/get_weights_by_name",
+)
+"""Routes of SGLang that an engine refuses if it loads weights from a folder only and returns none."""
+
 T = TypeVar("T")
 E = TypeVar("E", bound=ServedEngine[Any])
 Handler = Callable[[E, Request], Awaitable[Response]]

@@ -20,9 +20,10 @@ import sys
 import tempfile
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from gcore.api.tls import ReloadingFiles
 from gcore.engines.launch import SglangLaunch, check_folder, parse_launch
@@ -32,8 +33,8 @@ from gcore.rollout.client import EngineClient
 from gcore.rollout.transport import EngineTransport
 from gcore.system.clock import Clock, SystemClock
 from gcore.system.control_line import ControlLine
-from gcore.system.network import join_host_port, listen
-from gcore.system.process import GUARD, LAST_WORDS, exit_sentence, out_of_memory_kills
+from gcore.system.network import free_ports, join_host_port
+from gcore.system.process import GUARD, LAST_WORDS, exit_sentence, is_foreign_listener, out_of_memory_kills
 from gcore.types import Version
 
 KEPT_LINES = 200
@@ -41,13 +42,6 @@ KILL_S = 30.0
 
 LAST_WORD_S = 1.0
 """Maximum seconds to read a dead server's output, in case another process keeps it open."""
-
-
-def free_port(host: str) -> int:
-    """Return a port that is free now. If another process takes it before the server does, the server fails to start."""
-    with listen(host) as listener:
-        port: int = listener.getsockname()[1]
-        return port
 
 
 def make_scratch() -> Path:
@@ -97,6 +91,14 @@ class SglangServer:
         except subprocess.TimeoutExpired:
             return False
         return True
+
+    def check_port(self, port: int) -> None:
+        """Raise EngineError if another process listens on the port that was chosen for this server."""
+        if is_foreign_listener(self.pid, port):
+            raise EngineError(
+                f"another process took port {port} before SGLang's server could listen on it",
+                fix="The engine is restarted",
+            )
 
     def death(self) -> str:
         """Describe the server's exit in one sentence with its last output. Call it only after the exit."""
@@ -161,7 +163,7 @@ class SglangAdapter:
         self._launch = launch
         self._control = control
         self._clock = clock
-        port = launch.port or free_port(launch.host)
+        self._port = port = launch.port or free_ports(1, launch.host)[0]
         self._address = join_host_port(launch.host, port)
         check_engine_args(launch.engine_args)  # before a folder is created
         scratch = make_scratch()
@@ -172,23 +174,7 @@ class SglangAdapter:
 
     async def run(self) -> None:
         """Run until the supervisor requests a stop, then kill the server. Raises EngineError if it ended by itself."""
-        loop = asyncio.get_running_loop()
-        stop, ended = asyncio.Event(), asyncio.Event()
-        _in_thread("stop", lambda: self._control.wait_for("stop"), loop, stop)
-        _in_thread("server", self._server.wait, loop, ended)
-        tasks = [asyncio.create_task(work) for work in (stop.wait(), ended.wait(), self._serve())]
-        try:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            if stop.is_set():
-                return
-            if ended.is_set():
-                raise EngineError(f"SGLang's server ended: {self._server.death()}")
-            for task in done:
-                task.result()
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.to_thread(self._server.stop)
+        await run_beside(self._server, self._control, self._serve())
 
     async def _serve(self) -> None:
         """Wait until the server is ready, report its address, then report its health. Ends only with an error."""
@@ -198,6 +184,7 @@ class SglangAdapter:
             while not await client.health():
                 self._control.report_progress("loading", self._server.line_count)
                 await self._clock.sleep(HEALTH_S)
+            await asyncio.to_thread(self._server.check_port, self._port)
             await self._check_version(client)
             self._control.send("serving", address=self._address)
             await self._watch(watcher)
@@ -239,7 +226,32 @@ class SglangAdapter:
             await self._clock.sleep(LOOK_S)
 
 
-def _in_thread(name: str, wait: Callable[[], object], loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:
+async def run_beside(server: SglangServer, control: ControlLine | None, work: Coroutine[Any, Any, None]) -> None:
+    """Run `work` until it ends or the supervisor requests a stop, then kill the server. Raises EngineError if the server ended
+    by itself, and the errors of `work`. `control`: the connection to the supervisor; None: started by hand.
+    """
+    loop = asyncio.get_running_loop()
+    stop, ended = asyncio.Event(), asyncio.Event()
+    if control is not None:
+        set_when_done("stop", partial(control.wait_for, "stop"), loop, stop)
+    set_when_done("server", server.wait, loop, ended)
+    tasks = [asyncio.create_task(one) for one in (stop.wait(), ended.wait(), work)]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if stop.is_set():
+            return
+        if ended.is_set():
+            raise EngineError(f"SGLang's server ended: {server.death()}")
+        for task in done:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.to_thread(server.stop)
+
+
+def set_when_done(name: str, wait: Callable[[], object], loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:
     """Call `wait`, which blocks, in a daemon thread, and set `event` on the loop when it returns."""
 
     def waiting() -> None:

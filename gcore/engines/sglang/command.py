@@ -1,7 +1,7 @@
-"""SGLang's command line and environment variables, and a head bias that SGLang needs.
+"""SGLang's command lines and environment variables, for texts and for pictures, and a head bias that SGLang needs.
 
 The job's `rollout.engine_args` come last. argparse uses the last value of an option, so a user can override each option
-set here, except those that the worker depends on (`OURS`) and those that control access (`GUARDS`).
+set here, except those that the worker depends on (`OURS`, `OURS_FOR_PICTURES`) and those that control access (`GUARDS`).
 """
 
 from __future__ import annotations
@@ -9,15 +9,18 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gcore.engines.launch import SglangLaunch
-from gcore.errors import UsageError
+from gcore.engines.launch import SglangDiffusionLaunch, SglangLaunch
+from gcore.errors import DataError, UsageError
 from gcore.media.model_files import media_token_ids
 from gcore.models.checks import read_config
+from gcore.models.diffusion.files import PipelineFiles
+from gcore.models.diffusion.settings import DDIM
 from gcore.models.hubs import INDEX
-from gcore.system.network import bypass_proxies
+from gcore.system.network import bypass_proxies, free_ports
 from gcore.system.process import thread_environment
 
 CPU_CACHE_TOKENS = 65536
@@ -64,8 +67,11 @@ GUARDS = (
 of them.
 """
 
-DROPPED = ("SGLANG_USE_CPU_ENGINE", "SGLANG_RETURN_ORIGINAL_LOGPROB", "GCORE_CONTROL_FD", "PYTHONPATH", "PYTHONHOME")
-"""Environment variables that are not passed to the server. The first two would change the meaning of log-probabilities;
+DROPPED = (
+    *("SGLANG_USE_CPU_ENGINE", "SGLANG_RETURN_ORIGINAL_LOGPROB", "SGLANG_CACHE_DIT_ENABLED"),
+    *("GCORE_CONTROL_FD", "PYTHONPATH", "PYTHONHOME"),
+)
+"""Environment variables that are not passed to the server. The first three would change the meaning of log-probabilities;
 the others are meant for gcore's own processes.
 """
 
@@ -121,17 +127,103 @@ def _on_cuda(launch: SglangLaunch) -> list[str]:
     return words
 
 
-def check_engine_args(engine_args: Sequence[str], where: str = "rollout.engine_args") -> None:
-    """Raise UsageError if `engine_args` contain an option that only gcore may set (`OURS`, `GUARDS`). `where`: their field of
-    the spec."""
+@dataclass(frozen=True, slots=True)
+class DiffusionPorts:
+    """The ports of a diffusion server on the loopback interface. `http`: its routes; it also takes the next port."""
+
+    http: int
+    scheduler: int
+    master: int
+
+    @staticmethod
+    def free() -> DiffusionPorts:
+        """Ports at which a server can listen. Raises CannotListen."""
+        return DiffusionPorts(*free_ports(1, adjacent=2), *free_ports(2))
+
+
+def diffusion_command(launch: SglangDiffusionLaunch, kind: str, ports: DiffusionPorts) -> tuple[str, ...]:
+    """Return the command line that starts SGLang's diffusion server for a pipeline of the class `kind`. It has no API keys and no
+    TLS, and runs code that it is sent at its ports, so it listens on the loopback interface alone. Raises UsageError.
+    """
+    check_picture_engine_args(launch.engine_args)
+    if launch.dtype != "float32":
+        raise UsageError(
+            f"SGLang rounds states to the network's type, {launch.dtype}, after it has computed their log-probabilities",
+            where="--dtype",
+            fix="Use float32",
+        )
+    name, encoders = DIFFUSION_MODELS[kind]
+    words = [launch.python, "-m", "sglang.multimodal_gen.runtime.launch_server"]
+    # Without a name SGLang serves a folder with diffusers' own pipeline, which has no rollouts.
+    words += ["--model-path", launch.model, "--backend", "sglang", "--model-id", name]
+    words += ["--host", "127.0.0.1", "--port", str(ports.http), "--strict-ports"]
+    words += ["--scheduler-port", str(ports.scheduler), "--master-port", str(ports.master)]
+    words += ["--num-gpus", "1", "--batching-max-size", "1", "--dit-precision", "fp32", "--allow-cudnn-tf32", "false"]
+    if launch.device == "cpu":
+        words += ["--vae-precision", "fp32", "--text-encoder-precisions", *["fp32"] * encoders]
+    if launch.trust_remote_code:
+        words.append("--trust-remote-code")
+    if kind == "FluxPipeline":
+        # A Flux network that takes the guidance as an input gets the server's, and not that of a request.
+        words += ["--embedded-cfg-scale", str(launch.guidance)]
+    words += ["--vae-tiling", "false", "--warmup-mode", "off", "--sleep-on-idle", "--output-path", ""]
+    words += ["--uvicorn-access-log-exclude-prefixes", "/health"]
+    return (*words, *launch.engine_args)
+
+
+DIFFUSION_MODELS: Mapping[str, tuple[str, int]] = {
+    "QwenImagePipeline": ("Qwen-Image", 1),
+    "StableDiffusion3Pipeline": ("stable-diffusion-3.5-medium-diffusers", 3),
+    "FluxPipeline": ("FLUX.1-dev", 2),
+}
+"""By class of a pipeline: the name of SGLang's implementation, and the number of its text encoders."""
+
+
+def check_pipeline(files: PipelineFiles, guidance: float) -> None:
+    """Raise DataError for a pipeline whose rollouts SGLang does not compute as ranks replay them."""
+    why = ""
+    if files.scheduler == DDIM:
+        why = f"SGLang has rollouts only of flow matching, and this pipeline has a {DDIM}"
+    elif files.kind not in DIFFUSION_MODELS:
+        why = f"SGLang has no rollouts of a {files.kind}, but of {', '.join(sorted(DIFFUSION_MODELS))}"
+    elif files.kind == "QwenImagePipeline" and files.is_distilled:
+        why = "SGLang does not pass the guidance to a Qwen-Image network that takes it as an input"
+    elif files.kind == "FluxPipeline" and not files.is_distilled and guidance > 1:
+        why = f"SGLang's guidance of Flux networks without guidance as an input is not proved, and it is {guidance:g}"
+    if why:
+        raise DataError(why, where=str(files.folder), fix="Use rollout.engine: diffusers")
+
+
+OURS_FOR_PICTURES = (
+    *("--model-path", "--backend", "--config", "--pipeline-config-path"),
+    *("--host", "--port", "--strict-ports", "--scheduler-port", "--master-port"),
+    *("--num-gpus", "--gpu-ids", "--base-gpu-id", "--tp-size", "--dp-size", "--data-parallel-size", "--sp-degree"),
+    *("--nnodes", "--disagg-role", "--batching-max-size", "--batching-mode", "--batching-config", "--dit-precision"),
+    *("--scheduler-class-override", "--flow-shift", "--transformer-weights-path", "--lora-path", "--quantization"),
+    *("--embedded-cfg-scale", "--enable-svdquant", "--cache-dit-config"),
+)
+"""Options of the diffusion server that the engine depends on, or that change what its network computes."""
+
+
+def check_engine_args(
+    engine_args: Sequence[str], where: str = "rollout.engine_args", ours: Sequence[str] = (*OURS, *GUARDS)
+) -> None:
+    """Raise UsageError if `engine_args` contain an option that only gcore may set (`ours`). `where`: their field of the spec."""
     for word in engine_args:
-        name = word.partition("=")[0]
-        # argparse accepts the beginning of an option as the whole option.
-        if len(name) > 2 and any(option.startswith(name) for option in (*OURS, *GUARDS)):
+        # argparse accepts the beginning of an option as the whole option, and SGLang's diffusion server also underscores.
+        name = word.partition("=")[0].replace("_", "-")
+        if len(name) > 2 and any(option.startswith(name) for option in ours):
             raise UsageError(f"{name} is set by gcore", where=where, fix=f"Remove {name} from {where}")
 
 
-def server_environment(launch: SglangLaunch, base: Mapping[str, str], scratch: Path) -> dict[str, str]:
+def check_picture_engine_args(engine_args: Sequence[str], where: str = "rollout.engine_args") -> None:
+    """Raise UsageError if arguments of the diffusion server contain an option that only gcore may set."""
+    check_engine_args(engine_args, where, OURS_FOR_PICTURES)
+
+
+def server_environment(
+    launch: SglangLaunch | SglangDiffusionLaunch, base: Mapping[str, str], scratch: Path
+) -> dict[str, str]:
     """Return the server's environment variables: those of `base`, with changes.
 
     `scratch`: folder for temporary files, which include sockets, so its path must be short.

@@ -10,8 +10,11 @@ Models of the types in `PICTURE_CLASSIFIERS` also take pictures, in the form of 
 question has one image token for each picture. The features of a picture are computed once in a pass, however many
 questions show it. The trial compares questions with pictures also with the model's own pass over them.
 
-Order of this module: choice of a batch, the body of `/classify`, the model, the engine core, the request handler, the
-routes.
+Models of the types in `PICTURE_SCORERS` score a text and a picture, or a picture alone (`gcore.models.clip`). The engine
+resizes and cuts the picture with the image processor of the model's folder.
+
+Order of this module: choice of a batch, the body of `/classify`, the model, the scorer of pictures, the engine core, the
+request handler, the routes.
 """
 
 from __future__ import annotations
@@ -31,13 +34,20 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoModelForSequenceClassification, CLIPModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as HEADS
 
-from gcore.config.capabilities import PICTURE_CLASSIFIERS
+from gcore.config.capabilities import PICTURE_CLASSIFIERS, PICTURE_SCORERS
 from gcore.engines.detokenizer import Detokenizer
 from gcore.engines.launch import EngineLaunch
-from gcore.engines.pictures import PassPart, PictureFeatures, PictureReader, PreparedPictures, pass_positions
+from gcore.engines.pictures import (
+    PassPart,
+    PictureFeatures,
+    PictureInput,
+    PictureReader,
+    PreparedPictures,
+    pass_positions,
+)
 from gcore.engines.request import ABORTED, Finish, check_token_ids
 from gcore.engines.serving.http import ApiKeys, answer_errors, checked_body, read_body
 from gcore.engines.serving.io_struct import (
@@ -75,6 +85,7 @@ from gcore.engines.torch.weight_routes import engine_app
 from gcore.errors import DataError, EngineError, one_line
 from gcore.models.adapter_checks import BaseFiles
 from gcore.models.checks import check_classifier, check_code, require_config, without_picture_head
+from gcore.models.clip import ClipScores, load_head
 from gcore.models.vision import has_processor, has_vision, media_token_ids, picture_arguments
 from gcore.system.clock import Clock
 
@@ -405,6 +416,117 @@ def _own_score(model: Classifier, question: Sequence[int], pictures: PreparedPic
     return float(logits[0, 0])
 
 
+@dataclass(slots=True)
+class PictureScorer:
+    """A loaded scorer of pictures. A question is a text and one picture."""
+
+    module: Any
+    """The CLIP model, without its head."""
+    computes: ClipScores
+    folder: Path
+    shape: CacheShape
+    """Dtype and device of the weights; there is no cache."""
+    context: int
+    """Context length of the text in tokens. A question must be shorter."""
+    reader: PictureInput
+    base: BaseFiles | None = None
+    pads: bool = True
+    """Whether texts of different lengths can share a pass."""
+    asleep: bool = False
+    """Whether the weights are released."""
+
+    takes_pictures = True
+    """Questions have pictures."""
+
+    @property
+    def vocabulary(self) -> int:
+        """Number of token IDs."""
+        return int(self.module.config.text_config.vocab_size)
+
+    def read_pictures(self, given: Sequence[Any]) -> Sequence[Any]:
+        """Read the pictures of a question from a request. Any thread. Raises EngineError."""
+        return self.reader.read(given)
+
+    def place_pictures(
+        self, question: Sequence[int], pictures: Sequence[Any]
+    ) -> tuple[tuple[int, ...], PreparedPictures | None]:
+        """Return the text of a question and its picture. Raises EngineError unless there is one picture, and for a text that the
+        model's tokenizer has not ended.
+        """
+        if len(pictures) != 1:
+            raise EngineError(
+                f"a question to a scorer of pictures has one picture, not {len(pictures)}",
+                fix="Show one picture, as by {{ response }} in the judge's template",
+            )
+        if self.computes.head is None and not self.computes.ends(question):
+            raise EngineError(
+                "the text does not end with the model's end token",
+                where=str(self.folder),
+                fix="Save the model with its own tokenizer, which adds it",
+            )
+        return tuple(question), PreparedPictures((pictures[0][0],), (pictures[0][1],))
+
+    def scores(
+        self, questions: Sequence[Sequence[int]], pictures: Sequence[PreparedPictures | None] = ()
+    ) -> list[float]:
+        """Return the score of each question, from one pass over all of them. `pictures`: that of each question."""
+        shown = [(its.names[0], its.pictures[0]) for its in pictures if its is not None]
+        pixels = {name: picture.arguments["pixel_values"] for name, picture in shown}
+        return self.computes(questions, [name for name, _ in shown], pixels)
+
+
+ServedClassifier = Classifier | PictureScorer
+
+
+def load_scorer(
+    folder: Path, *, dtype: str, device: str, context: int | None, text: Detokenizer | None, blobs: Path | None
+) -> PictureScorer:
+    """Load a scorer of pictures from a local folder. Raises DataError if it cannot be served. Arguments: as of
+    `load_classifier`."""
+    check_classifier(require_config(folder), where=str(folder), pictures=True)
+    module = load_module(CLIPModel, folder, DTYPES[dtype], trust_remote_code=False)
+    c = module.config.text_config
+    check_vocabulary(text, c.vocab_size, folder)
+    place = torch.device(device)
+    module.to(place).eval().requires_grad_(False)
+    align_weights(module)
+    head = load_head(folder, module.config.projection_dim)
+    computes = ClipScores(module, None if head is None else head.to(place))
+    length = min(c.max_position_embeddings, context or c.max_position_embeddings)
+    reader, shape = PictureInput(folder, blobs), CacheShape((), DTYPES[dtype], place)
+    model = PictureScorer(module, computes, folder, shape, length, reader)
+    _try_scorer(model)
+    return model
+
+
+def _try_scorer(model: PictureScorer) -> None:
+    """Set `model.pads` by comparing scores of questions in one pass and alone. Raises DataError if scoring fails, if it gives
+    other scores than the model's own pass, or if the image processor makes pictures of another size than the model takes.
+    """
+    side = model.module.config.vision_config.image_size
+    noise = [model.reader.noise(height, side).arguments.get("pixel_values") for height in (side, side + 8, side)]
+    texts, names, are_equal = model.computes.trial_texts(TRIED[:3]), ("0", "1", "0"), model.computes.are_equal
+    try:
+        pixels = {name: one for name, one in zip(names, noise, strict=True) if one is not None}
+        if found := {tuple(one.shape[-2:]) for one in pixels.values()} - {(side, side)}:
+            height, width = min(found)
+            raise ValueError(f"the image processor makes pictures of {width}x{height}, and it takes {side}x{side}")
+        questions = list(zip(texts, names, strict=True))
+        alone = [model.computes([text], [name], {name: pixels[name]})[0] for text, name in questions]
+        for (text, name), score in zip(questions, alone, strict=True):
+            own = score if model.computes.head is not None else model.computes.own_score(text, pixels[name])
+            if not are_equal(own, score):
+                raise ValueError(f"a picture scores {score:g}, but {own:g} in the model's own pass")
+        together = model.computes(texts, names, pixels)
+    except (*FAILURES, KeyError) as error:
+        raise DataError(
+            f"the torch engine cannot serve this scorer ({one_line(error)})",
+            where=str(model.folder),
+            fix="Copy the model again, with its preprocessor_config.json",
+        ) from error
+    model.pads = all(are_equal(one, other) for one, other in zip(alone, together, strict=True))
+
+
 FIX = "Lower serving.batch_slots (questions at once), or shorten the judge's template"
 
 
@@ -439,7 +561,7 @@ class ClassifierCore(EngineBase[ClassifierRequest, ClassifierOutput]):
 
     memory_fix = FIX
 
-    def __init__(self, model: Classifier, *, slots: int, chunk: int, version: str) -> None:
+    def __init__(self, model: ServedClassifier, *, slots: int, chunk: int, version: str) -> None:
         super().__init__(model, version=version)
         self._model = model
         self._scoring = 0
@@ -448,7 +570,7 @@ class ClassifierCore(EngineBase[ClassifierRequest, ClassifierOutput]):
         self._waiting: deque[ClassifierRequest] = deque()
 
     @property
-    def model(self) -> Classifier:
+    def model(self) -> ServedClassifier:
         """The loaded model."""
         return self._model
 
@@ -636,16 +758,15 @@ def classifier_app(engine: ClassifierRequestHandler, keys: ApiKeys) -> ASGIApp:
 
 def start_classifier(launch: EngineLaunch, text: Detokenizer | None) -> ClassifierCore:
     """Load the model of a launch document and create its core. Raises UsageError, DataError, EngineError."""
+    folder = Path(launch.model)
+    given: dict[str, Any] = {"dtype": launch.dtype, "device": device_of(launch), "context": launch.context_length}
+    given |= {"text": text, "blobs": Path(launch.blobs) if launch.blobs else None}
+    model: ServedClassifier
     with explain_memory_error("while it loaded the model", TOO_BIG):
-        model = load_classifier(
-            Path(launch.model),
-            dtype=launch.dtype,
-            device=device_of(launch),
-            context=launch.context_length,
-            text=text,
-            trust_remote_code=launch.trust_remote_code,
-            blobs=Path(launch.blobs) if launch.blobs else None,
-        )
+        if require_config(folder).get("model_type") in PICTURE_SCORERS:
+            model = load_scorer(folder, **given)
+        else:
+            model = load_classifier(folder, trust_remote_code=launch.trust_remote_code, **given)
     return ClassifierCore(
         model, slots=launch.batch_slots, chunk=launch.prefill_chunk_tokens, version=launch.weight_version
     )

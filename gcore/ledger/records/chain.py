@@ -157,7 +157,7 @@ class OfferedGroup(RecordPart):
     `versions`: the policy versions that generated it.
     """
 
-    came_with: ClassVar[Mapping[str, int]] = {"patches": 3, "picture_tokens": 3, "media_bytes": 3}
+    came_with: ClassVar[Mapping[str, int]] = {"patches": 3, "picture_tokens": 3, "media_bytes": 3, "step_tokens": 3}
 
     ref: PromptRef
     digest: str
@@ -185,6 +185,9 @@ class OfferedGroup(RecordPart):
     """What the tower costs for these patches: the number of tokens for which the language model costs the same."""
     media_bytes: NonNegativeInt = 0
     """Bytes of the group's distinct blobs: those of the prompt and of all samples."""
+    step_tokens: NonNegativeInt = 0
+    """Of generated pictures: the cost of one trained denoising step, in image tokens. `response_tokens` then counts steps. 0
+    for texts."""
 
     @property
     def own_tokens(self) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ names the generation of the `Plan` that it created.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from enum import StrEnum
 from typing import Annotated, Any, ClassVar, Literal, Protocol
 
@@ -18,7 +18,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt
 from gcore.ledger.records.cluster import ATTENTION_EQUALS_AT, ModelConfigs, NodeFacts, Slot
 from gcore.schema import Record, RecordPart, cut_text
 from gcore.store.keys import DEFAULT_NAMESPACE, full_name
-from gcore.types import ServingPool, Version
+from gcore.types import Medium, MediumKind, ServingPool, Version
 
 NEWEST_MOVES = 64
 """Number of moves kept in the store. The run folder has all of them."""
@@ -415,8 +415,28 @@ class Plan(Record):
         return frozenset({place.node for place in self.ranks} | {place.node for place in self.engines})
 
 
+class KeptPicture(RecordPart):
+    """A picture that the run folder keeps: SHA-256 of its blob, its size in bytes, height and width in pixels."""
+
+    sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+    size: int
+    height: int
+    width: int
+
+    @classmethod
+    def of(cls, media: Iterable[Medium], kind: MediumKind = "picture") -> tuple[KeptPicture, ...]:
+        """The pictures of this kind among media, in their order: `picture` of prompts and tools, `decoded` of the policy."""
+        return tuple(
+            cls(sha256=one.sha256, size=one.size, height=one.shape[0], width=one.shape[1])
+            for one in media
+            if one.kind == kind
+        )
+
+
 class EvalSample(RecordPart):
     """One response to a prompt of an evaluation, for display."""
+
+    came_with: ClassVar[Mapping[str, int]] = {"picture": 3}
 
     prompt: str
     response: str
@@ -427,6 +447,8 @@ class EvalSample(RecordPart):
     """Why the reward could not score it; it then counts as incorrect. Empty if it was scored."""
     correct: bool | None = None
     """Whether the reward reaches the set's threshold; None in records of gcore versions without thresholds."""
+    picture: KeptPicture | None = None
+    """The picture that the policy generated; None: the response is a text."""
 
 
 class SourceScore(RecordPart):
@@ -602,7 +624,7 @@ class Trouble(Record):
 class NodeRecord(Record):
     """Record `nodes/{name}`: a running daemon and what its node offers, under the daemon's lease."""
 
-    came_with: ClassVar[Mapping[str, int]] = {"vllm": 3, "blobs": 3, "blob_bytes": 3}
+    came_with: ClassVar[Mapping[str, int]] = {"sglang_diffusion": 3, "vllm": 3, "blobs": 3, "blob_bytes": 3}
 
     name: str
     incarnation: str
@@ -616,6 +638,8 @@ class NodeRecord(Record):
     started: float = 0.0
     sglang: bool = False
     """Whether SGLang is installed on the node."""
+    sglang_diffusion: bool = False
+    """Whether the packages of SGLang's diffusion server are installed there too."""
     vllm: bool = False
     """Whether vLLM is installed on the node."""
     blobs: str = ""
@@ -624,6 +648,10 @@ class NodeRecord(Record):
     """Maximum size of all blobs in the store; 0: not known."""
     facts: NodeFacts | None = None
     """Hardware of the node and its slots; None: not known, or the slots are emulated."""
+
+    def has_engine(self, engine: str) -> bool:
+        """Whether an engine that has an environment of its own is installed on the node. `engine`: its name in a spec."""
+        return {"sglang": self.sglang, "sglang-diffusion": self.sglang_diffusion, "vllm": self.vllm}[engine]
 
     @property
     def for_peers(self) -> str:

@@ -13,19 +13,19 @@ states are [batch, channels, height, width] in float32, whatever layout the netw
 from __future__ import annotations
 
 import importlib
-import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
-from torch import Tensor
+from torch import Tensor, nn
 
 from gcore.errors import DataError, one_line
 from gcore.models.checks import check_loaded
+from gcore.models.diffusion.files import NETWORK_FOLDERS, pipeline_parts
 
 Condition = Mapping[str, Tensor]
 """Embeddings of one prompt: tensors [1, ...] by name."""
@@ -33,21 +33,31 @@ Condition = Mapping[str, Tensor]
 Process = Literal["flow", "ddim"]
 """How states are noised: linearly between data and noise, or by the variance-preserving process of DDPM."""
 
-MODEL_INDEX = "model_index.json"
-"""The file that makes a folder a pipeline of diffusers."""
-
 
 class DenoisingNetwork(ABC):
     """A network of diffusers, of one family. `module`: the network. `guidance`: of the sampler; also of the replay."""
 
-    folder: ClassVar[str] = "transformer"
-    """The network's folder in the pipeline's."""
     process: ClassVar[Process] = "flow"
 
-    def __init__(self, module: Any, guidance: float) -> None:
+    def __init__(self, module: Any, guidance: float, call: Callable[..., Any] | None = None) -> None:
+        """`call`: what computes a pass, if that is an engine around the module."""
         self.module = module
         self.guidance = guidance
+        self._call = module if call is None else call
         self.is_distilled = bool(module.config.get("guidance_embeds", False))
+
+    def calling(self, call: Callable[..., Any]) -> Self:
+        """The same network, whose passes `call` computes: an engine around the module, or another module of its kind."""
+        return type(self)(self.module, self.guidance, call)
+
+    def blank_condition(self) -> Condition:
+        """A condition of zeros, in host memory."""
+        config = self.module.config
+        width = config.get("joint_attention_dim") or config.get("cross_attention_dim")
+        found = {"embeds": torch.zeros(1, 2, int(width))}
+        if pooled := config.get("pooled_projection_dim"):
+            found["pooled"] = torch.zeros(1, int(pooled))
+        return found
 
     @property
     def needs_negative(self) -> bool:
@@ -99,17 +109,12 @@ class DenoisingNetwork(ABC):
     def _run(self, states: Tensor, levels: Tensor, condition: Condition) -> Tensor:
         """One pass of the network; the prediction has the shape of `states`."""
 
-    def tokens(self, shape: Sequence[int]) -> int:
-        """Number of image tokens of a state of `shape` (channels, height, width), by which cost and memory grow."""
-        patch = int(self.module.config.get("patch_size") or 1)
-        return (shape[-2] // patch) * (shape[-1] // patch)
-
 
 class Sd3Network(DenoisingNetwork):
     """The transformer of Stable Diffusion 3 and 3.5."""
 
     def _run(self, states: Tensor, levels: Tensor, condition: Condition) -> Tensor:
-        found: Tensor = self.module(
+        found: Tensor = self._call(
             hidden_states=states.to(self.dtype),
             timestep=levels * 1000,
             encoder_hidden_states=condition["embeds"],
@@ -127,7 +132,7 @@ class FluxNetwork(DenoisingNetwork):
         places = torch.zeros(rows, columns, 3, device=states.device)
         places[..., 1] += torch.arange(rows, device=states.device)[:, None]
         places[..., 2] += torch.arange(columns, device=states.device)
-        found: Tensor = self.module(
+        found: Tensor = self._call(
             hidden_states=pack_squares(states).to(self.dtype),
             timestep=levels,
             guidance=self._distilled(states),
@@ -139,17 +144,13 @@ class FluxNetwork(DenoisingNetwork):
         )[0]
         return unpack_squares(found, rows, columns)
 
-    def tokens(self, shape: Sequence[int]) -> int:
-        """Number of squares of 2 x 2 latents."""
-        return (shape[-2] // 2) * (shape[-1] // 2)
-
 
 class QwenImageNetwork(FluxNetwork):
     """The transformer of Qwen-Image. Its guided velocity has the length of the conditional one, by token."""
 
     def _run(self, states: Tensor, levels: Tensor, condition: Condition) -> Tensor:
         rows, columns = states.shape[-2] // 2, states.shape[-1] // 2
-        found: Tensor = self.module(
+        found: Tensor = self._call(
             hidden_states=pack_squares(states).to(self.dtype),
             timestep=levels,
             guidance=self._distilled(states),
@@ -171,11 +172,10 @@ class QwenImageNetwork(FluxNetwork):
 class UNetNetwork(DenoisingNetwork):
     """The UNet of Stable Diffusion 1 and 2, which predicts noise or velocity at a whole timestep (DDPO)."""
 
-    folder = "unet"
     process = "ddim"
 
     def _run(self, states: Tensor, levels: Tensor, condition: Condition) -> Tensor:
-        found: Tensor = self.module(
+        found: Tensor = self._call(
             states.to(self.dtype), levels.long(), encoder_hidden_states=condition["embeds"], return_dict=False
         )[0]
         return found
@@ -190,59 +190,43 @@ NETWORKS: Mapping[str, type[DenoisingNetwork]] = {
 """The networks by the class of their pipeline."""
 
 
-def pipeline_parts(folder: Path) -> Mapping[str, Any]:
-    """The parts of a pipeline's folder, as `model_index.json` names them: library and class by part, and `_class_name`.
-
-    Raises DataError for a folder that is not one, or is of a class that gcore does not know.
-    """
-    parts = read_settings(folder / MODEL_INDEX)
-    name = parts["_class_name"]
-    if name not in NETWORKS:
-        raise DataError(
-            f"pipelines of the class {name} are not supported",
-            where=str(folder),
-            fix=f"Use one of: {', '.join(sorted(NETWORKS))}. Editing of pictures and video are not supported",
-        )
-    return parts
-
-
-def read_settings(file: Path) -> dict[str, Any]:
-    """The settings in a file of a pipeline, which name their class as `_class_name`. Raises DataError."""
-    try:
-        settings: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        settings["_class_name"]
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise DataError(
-            f"cannot read a file of the pipeline ({error!r})",
-            where=str(file),
-            fix="Save the whole pipeline (pipeline.save_pretrained)",
-        ) from error
-    return settings
-
-
 def load_part(folder: Path, part: str, dtype: torch.dtype) -> Any:
     """Load a network of a pipeline's folder, such as `transformer` or `text_encoder`, with the class that the pipeline
     names. Raises DataError for one that cannot be loaded completely."""
     library, name = pipeline_parts(folder)[part]
+    return _load(library, name, folder / part, dtype)
+
+
+def load_network_module(pipeline: Path, folder: Path) -> nn.Module:
+    """Load the network that denoises from `folder`, which may be a checkpoint's, in float32 in host memory, with the class that
+    the folder `pipeline` names. Raises DataError."""
+    parts = pipeline_parts(pipeline)
+    library, name = parts[NETWORK_FOLDERS[parts["_class_name"]]]
+    found: nn.Module = _load(library, name, folder, torch.float32)
+    return found
+
+
+def _load(library: str, name: str, folder: Path, dtype: torch.dtype) -> Any:
+    """Load a module of class `name`, in evaluation mode. Raises DataError for one that cannot be loaded completely."""
     try:
         module, report = getattr(importlib.import_module(library), name).from_pretrained(
-            folder / part, dtype=dtype, local_files_only=True, output_loading_info=True
+            folder, dtype=dtype, local_files_only=True, output_loading_info=True
         )
     except (OSError, ValueError, KeyError, AttributeError, RuntimeError, TypeError, ImportError) as error:
         raise DataError(
             f"cannot load a part of this pipeline ({one_line(error)})",
-            where=str(folder / part),
+            where=str(folder),
             fix="Check the folder's files",
         ) from error
-    check_loaded(report["missing_keys"], folder / part)
+    check_loaded(report["missing_keys"], folder)
     # Evaluation mode also in training: with dropout, a replayed step would have another log-probability.
     return module.eval()
 
 
 def load_network(folder: Path, *, guidance: float, dtype: torch.dtype, device: torch.device | str) -> DenoisingNetwork:
     """Load the network of a pipeline's folder. Raises DataError."""
-    kind = NETWORKS[pipeline_parts(folder)["_class_name"]]
-    return kind(load_part(folder, kind.folder, dtype).to(device), guidance)
+    name = pipeline_parts(folder)["_class_name"]
+    return NETWORKS[name](load_part(folder, NETWORK_FOLDERS[name], dtype).to(device), guidance)
 
 
 def condition_shape(condition: Condition) -> tuple[tuple[str, tuple[int, ...]], ...]:

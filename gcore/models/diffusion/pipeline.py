@@ -1,4 +1,5 @@
-"""A pipeline of diffusers as an engine uses it: text encoders, network, scheduler and decoder.
+"""A pipeline of diffusers as an engine uses it: text encoders, network, scheduler and decoder. `SampledPipeline` is what an
+engine needs whose weights are in another process.
 
 Prompts are encoded alone and with one width, so that an embedding does not depend on other prompts. A pipeline without a
 VAE generates pixels: its states are pictures with values in [-1, 1].
@@ -6,6 +7,7 @@ VAE generates pixels: its states are pictures with values in [-1, 1].
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,29 +16,72 @@ import torch
 from torch import Tensor
 
 from gcore.errors import DataError, EngineError, one_line
+from gcore.models.diffusion.files import PACKED, TEXT_WIDTHS, PipelineFiles, check_parts, pipeline_parts
 from gcore.models.diffusion.networks import (
     Condition,
     DenoisingNetwork,
     QwenImageNetwork,
     load_network,
     load_part,
-    pipeline_parts,
 )
 from gcore.models.diffusion.schedule import NoiseSchedule
 
-WIDTHS = {"StableDiffusion3Pipeline": 256, "FluxPipeline": 512, "QwenImagePipeline": 1024}
-"""Number of tokens to which each family's longest text encoder pads or cuts prompts, as in diffusers."""
 
+class SampledPipeline:
+    """What a pipeline's pictures are sampled with: their states, levels and steps. It has no weights. `guidance`: of the sampler."""
 
-class ImagePipeline:
-    """A pipeline in memory. `folder`: from which it was loaded."""
-
-    def __init__(self, folder: Path, network: DenoisingNetwork, schedule: NoiseSchedule, pipeline: Any) -> None:
-        self.folder = folder
-        self.network = network
+    def __init__(self, files: PipelineFiles, schedule: NoiseSchedule, guidance: float) -> None:
+        self.files = files
         self.schedule = schedule
+        self.guidance = guidance
+        self._tokenizer: Any | None = None
+
+    @staticmethod
+    def read(folder: Path, *, guidance: float) -> SampledPipeline:
+        """Read the files of a pipeline's folder. Raises DataError for one that cannot be served."""
+        check_parts(folder)
+        return SampledPipeline(PipelineFiles.read(folder), NoiseSchedule.load(folder), guidance)
+
+    def levels(self, steps: int, shape: tuple[int, int, int]) -> tuple[float, ...]:
+        """The levels of a schedule of `steps` steps for states of `shape`. Raises EngineError."""
+        linear = self.files.kind in PACKED
+        try:
+            return self.schedule.levels(steps, self.files.tokens(shape), linear=linear)
+        except ValueError as error:
+            raise EngineError(str(error), fix="Lower rollout.diffusion.steps") from error
+
+    def tokens(self, prompt: str) -> tuple[int, ...]:
+        """The prompt's tokens, without padding, of the first tokenizer. Raises DataError if it cannot be loaded.
+
+        Not for several threads at once. The tokenizer is a copy of its own: a tokenizer remembers the padding of its last call,
+        and the thread that encodes prompts calls its own with padding.
+        """
+        if self._tokenizer is None:
+            self._tokenizer = _load_tokenizer(self.files.folder)
+        return tuple(self._tokenizer(prompt, truncation=True)["input_ids"])
+
+
+def _load_tokenizer(folder: Path) -> Any:
+    library, name = pipeline_parts(folder)["tokenizer"]
+    try:
+        return getattr(importlib.import_module(library), name).from_pretrained(
+            folder / "tokenizer", local_files_only=True
+        )
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, ImportError) as error:
+        raise DataError(
+            f"cannot load the tokenizer of this pipeline ({one_line(error)})",
+            where=str(folder / "tokenizer"),
+            fix="Check the folder's files",
+        ) from error
+
+
+class ImagePipeline(SampledPipeline):
+    """A pipeline in memory. `files`: of the folder from which it was loaded."""
+
+    def __init__(self, files: PipelineFiles, network: DenoisingNetwork, schedule: NoiseSchedule, pipeline: Any) -> None:
+        super().__init__(files, schedule, network.guidance)
+        self.network = network
         self._pipeline = pipeline
-        self._kind = type(pipeline).__name__
         self._conditions: dict[str, Condition] = {}
 
     @staticmethod
@@ -44,17 +89,11 @@ class ImagePipeline:
         """Load a pipeline's folder. Raises DataError if it cannot be served."""
         import diffusers
 
+        check_parts(folder)
         parts = pipeline_parts(folder)
-        _check_parts(folder, parts)
-        schedule = NoiseSchedule.load(folder)
+        files, schedule = PipelineFiles.read(folder), NoiseSchedule.load(folder)
         network = load_network(folder, guidance=guidance, dtype=dtype, device=device)
-        if schedule.is_flow != (network.process == "flow"):
-            raise DataError(
-                f"the scheduler {schedule.settings['_class_name']} does not belong to a {parts['_class_name']}",
-                where=str(folder / "scheduler"),
-                fix="Save the pipeline with its own scheduler",
-            )
-        given: dict[str, Any] = {network.folder: network.module, "dtype": dtype, "local_files_only": True}
+        given: dict[str, Any] = {files.network.name: network.module, "dtype": dtype, "local_files_only": True}
         if parts["_class_name"] == "StableDiffusionPipeline":
             given |= {"safety_checker": None, "requires_safety_checker": False}
         for name, named in parts.items():
@@ -72,51 +111,7 @@ class ImagePipeline:
         for part in pipeline.components.values():
             if isinstance(part, torch.nn.Module):
                 part.to(device).eval().requires_grad_(False)
-        return ImagePipeline(folder, network, schedule, pipeline)
-
-    def state_shape(self, height: int, width: int) -> tuple[int, int, int]:
-        """Channels, height and width of the state of a picture of `height` x `width` pixels. Raises EngineError for a
-        size that the pipeline cannot generate."""
-        config, scale = self.network.module.config, self._scale
-        packed = 4 if self.network.folder == "transformer" and self._kind != "StableDiffusion3Pipeline" else 1
-        patch = 2 if packed == 4 else int(config.get("patch_size") or 1)
-        step = scale * patch
-        if min(height, width) < step or height % step or width % step:
-            raise EngineError(
-                f"a picture of {width}x{height} pixels cannot be generated: its sides must be multiples of {step} pixels",
-                fix="Correct rollout.diffusion.height and width",
-            )
-        shape = int(config["in_channels"]) // packed, height // scale, width // scale
-        largest = config.get("pos_embed_max_size")
-        if largest is not None and max(shape[1:]) // patch > largest:
-            raise EngineError(
-                f"a picture of {width}x{height} pixels is larger than the network's {largest * step} pixels a side",
-                fix="Lower rollout.diffusion.height and width",
-            )
-        return shape
-
-    @property
-    def default_side(self) -> int:
-        """The side in pixels of the pictures for which the pipeline was made."""
-        side = getattr(self._pipeline, "default_sample_size", None) or self.network.module.config["sample_size"]
-        return int(side) * self._scale
-
-    @property
-    def _scale(self) -> int:
-        """Pixels by latent, in each direction."""
-        return 1 if self._pipeline.vae is None else int(self._pipeline.vae_scale_factor)
-
-    def levels(self, steps: int, shape: tuple[int, int, int]) -> tuple[float, ...]:
-        """The levels of a schedule of `steps` steps for states of `shape`. Raises EngineError."""
-        linear = self._kind in ("FluxPipeline", "QwenImagePipeline")
-        try:
-            return self.schedule.levels(steps, self.network.tokens(shape), linear=linear)
-        except ValueError as error:
-            raise EngineError(str(error), fix="Lower rollout.diffusion.steps") from error
-
-    def tokens(self, prompt: str) -> tuple[int, ...]:
-        """The prompt's tokens, without padding, of the first tokenizer."""
-        return tuple(self._pipeline.tokenizer(prompt, truncation=True)["input_ids"])
+        return ImagePipeline(files, network, schedule, pipeline)
 
     @torch.inference_mode()
     def condition(self, prompt: str) -> Condition:
@@ -128,8 +123,8 @@ class ImagePipeline:
         return self._conditions[prompt]
 
     def _encode(self, prompt: str) -> Mapping[str, Tensor]:
-        pipe, width = self._pipeline, WIDTHS.get(self._kind, 0)
-        match self._kind:
+        pipe, width = self._pipeline, TEXT_WIDTHS.get(self.files.kind, 0)
+        match self.files.kind:
             case "StableDiffusion3Pipeline":
                 if pipe.text_encoder_3 is None:  # whose place diffusers would fill with zeros of this width
                     width = 1
@@ -171,23 +166,3 @@ class ImagePipeline:
 
 REMEMBERED = 1024
 """Number of prompts whose embeddings an engine keeps."""
-
-TEXT_PARTS = {
-    "StableDiffusion3Pipeline": ("tokenizer", "text_encoder", "tokenizer_2", "text_encoder_2"),
-    "FluxPipeline": ("tokenizer", "text_encoder", "tokenizer_2", "text_encoder_2"),
-    "QwenImagePipeline": ("tokenizer", "text_encoder", "vae"),
-    "StableDiffusionPipeline": ("tokenizer", "text_encoder", "vae"),
-}
-"""Parts besides network and scheduler without which a pipeline generates nothing, by its class."""
-
-
-def _check_parts(folder: Path, parts: Mapping[str, Any]) -> None:
-    """Raise DataError for a part that is missing."""
-    for part in TEXT_PARTS[parts["_class_name"]]:
-        named = parts.get(part)
-        if not named or named[1] is None or not (folder / part).is_dir():
-            raise DataError(
-                f"the pipeline has no {part}",
-                where=str(folder),
-                fix="Save the whole pipeline (pipeline.save_pretrained)",
-            )

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -16,24 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
-from gcore.errors import DataError
-from gcore.models.diffusion.networks import read_settings
+from gcore.models.diffusion.files import read_scheduler
+from gcore.models.diffusion.settings import FLOW
 from gcore.models.diffusion.steps import DenoisingStep, StepKind, ddim_step, flow_step
-
-FLOW, DDIM = "FlowMatchEulerDiscreteScheduler", "DDIMScheduler"
-REFUSED = {
-    "stochastic_sampling": "its steps are random",
-    "invert_sigmas": "its levels rise",
-    "use_karras_sigmas": "its levels are spread by another rule",
-    "use_exponential_sigmas": "its levels are spread by another rule",
-    "use_beta_sigmas": "its levels are spread by another rule",
-    "thresholding": "it cuts off predictions",
-    "clip_sample": "it cuts off predictions",
-    "rescale_betas_zero_snr": "its first level has no signal",
-}
-"""Settings of a scheduler that a replayed step would not follow, and why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,30 +34,9 @@ class NoiseSchedule:
     @staticmethod
     def load(folder: Path) -> NoiseSchedule:
         """Load the scheduler of a pipeline's folder. Raises DataError for one that gcore cannot replay."""
-        file = folder / "scheduler" / "scheduler_config.json"
-        settings = read_settings(file)
-        name = settings["_class_name"]
-        if name not in (FLOW, DDIM):
-            raise DataError(
-                f"the scheduler {name} is not supported",
-                where=str(file),
-                fix=f"Save the pipeline with {FLOW} or {DDIM}",
-            )
-        for setting, why in REFUSED.items():
-            if settings.get(setting):
-                raise DataError(
-                    f"the scheduler has {setting}: {why}, which training cannot replay",
-                    where=str(file),
-                    fix=f"Set {setting} to false",
-                )
-        if name == FLOW:
+        settings = read_scheduler(folder)
+        if settings["_class_name"] == FLOW:
             return NoiseSchedule(settings)
-        if settings.get("prediction_type", "epsilon") not in ("epsilon", "v_prediction"):
-            raise DataError(
-                f"the scheduler's prediction_type is {settings['prediction_type']}",
-                where=str(file),
-                fix="Use a model that predicts epsilon or v_prediction",
-            )
         return NoiseSchedule(settings, tuple(_scheduler(settings).alphas_cumprod.tolist()))
 
     @property
@@ -87,19 +53,17 @@ class NoiseSchedule:
     def levels(self, steps: int, tokens: int, *, linear: bool = False) -> tuple[float, ...]:
         """The `steps` + 1 levels of a schedule, falling; the last is that of the finished picture.
 
-        Raises ValueError if they do not fall: the last timestep of some DDIM schedules has no step after it.
-
         `tokens`: image tokens, by which a scheduler with `use_dynamic_shifting` shifts its levels. `linear`: the pipeline
-        gives its scheduler the levels 1 to 1/steps, as Flux and Qwen-Image do. Raises ValueError.
+        gives its scheduler the levels 1 to 1/steps, as Flux and Qwen-Image do. Raises ValueError for more steps than DDIM has
+        timesteps, and if levels do not fall: the last timestep of some DDIM schedules has no step after it.
         """
+        scheduler = _scheduler(self.settings)
         if self.alphas:
             if steps > len(self.alphas):
                 raise ValueError(f"{steps} steps are more than the {len(self.alphas)} timesteps of the scheduler")
-            scheduler = _scheduler(self.settings)
             scheduler.set_timesteps(steps)
             times = [int(one) for one in scheduler.timesteps]
             return _falling([*times, max(times[-1] - len(self.alphas) // steps, 0)])
-        scheduler = _scheduler(self.settings)
         given: dict[str, Any] = {"mu": self._shift(tokens)} if self.settings.get("use_dynamic_shifting") else {}
         if linear and not self.settings.get("use_flow_sigmas"):
             given["sigmas"] = np.linspace(1.0, 1 / steps, steps)
@@ -134,12 +98,26 @@ class NoiseSchedule:
         prediction = self.settings.get("prediction_type", "epsilon")
         return ddim_step(states, predictions, alpha, following, eta, prediction)
 
-    def is_trainable(self, kind: StepKind, levels: Sequence[float], index: int) -> bool:
-        """Whether step `index` has a log-probability that training can use: not of the last step of a flow, whose
-        standard deviation is close to 0, so that log-probabilities are beyond -1,000 where other steps have -1."""
-        if kind == "ode" or not 0 <= index < len(levels) - 1:
-            return False
-        return bool(self.alphas) or not math.isclose(levels[index + 1], 0.0, abs_tol=1e-8)
+    def noised(self, clean: Tensor, noise: Tensor, levels: Tensor) -> Tensor:
+        """The states [n, ...] of finished pictures `clean` [n, ...] with `noise` [n, ...] at `levels` [n]."""
+        signal, strength = (one.view(-1, *(1,) * (clean.dim() - 1)) for one in self._shares(levels))
+        return signal * clean + strength * noise
+
+    def target(self, clean: Tensor, noise: Tensor, levels: Tensor) -> Tensor:
+        """What a network that knew `clean` and `noise` would predict at `levels` [n]: velocity, ε or v; [n, ...]."""
+        if not self.alphas:
+            return noise - clean
+        if self.settings.get("prediction_type", "epsilon") == "epsilon":
+            return noise
+        signal, strength = (one.view(-1, *(1,) * (clean.dim() - 1)) for one in self._shares(levels))
+        return signal * noise - strength * clean
+
+    def _shares(self, levels: Tensor) -> tuple[Tensor, Tensor]:
+        """The factors [n] of the finished picture and of the noise at `levels` [n]."""
+        if not self.alphas:
+            return 1 - levels, levels
+        alphas = torch.tensor([self.alphas[int(level)] for level in levels.tolist()], device=levels.device)
+        return alphas.sqrt(), (1 - alphas).sqrt()
 
 
 def _falling(levels: Iterable[Any]) -> tuple[float, ...]:

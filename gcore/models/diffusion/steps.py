@@ -20,7 +20,6 @@ the reference implementations: they are 10⁴ to 10⁵ times smaller than the tr
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -53,19 +52,10 @@ class DenoisingStep:
         """
         if self.std <= 0:
             raise ValueError("a deterministic step has no log-probability")
-        squares = _mean_of_dimensions((state.to(self.mean.dtype) - self.mean) ** 2)
+        squares = ((state.to(self.mean.dtype) - self.mean) ** 2).flatten(1).mean(1)
         if not constants:
             return -squares
         return -squares / (2 * self.std**2) - math.log(self.std) - 0.5 * math.log(2 * math.pi)
-
-    def kl(self, reference: Tensor, *, exact: bool = False) -> Tensor:
-        """KL divergence [batch] to the same step with the mean `reference`, as a mean over dimensions.
-
-        `exact`: of the two normal distributions: squares / (2 std²). Otherwise Flow-GRPO's form, which divides by the
-        diffusion coefficient without the step size: squares / (2 s²).
-        """
-        scale = self.std if exact else self.diffusion
-        return _mean_of_dimensions((self.mean - reference) ** 2) / (2 * scale**2)
 
 
 def flow_step(
@@ -135,13 +125,3 @@ def ddim_step(
     std = eta * math.sqrt(variance)
     mean = math.sqrt(alpha_bar_next) * clean + math.sqrt(1 - alpha_bar_next - std**2) * noise
     return DenoisingStep(mean, std, std)
-
-
-def kept_states(steps: Sequence[int]) -> tuple[int, ...]:
-    """Numbers of the states that are stored for the trained `steps`: before and after each, ascending, each once. State i
-    is the one before step i."""
-    return tuple(sorted({number for step in steps for number in (step, step + 1)}))
-
-
-def _mean_of_dimensions(values: Tensor) -> Tensor:
-    return values.flatten(1).mean(1)

@@ -9,6 +9,9 @@ questions in a row with 403 count as a rejected key. If several different questi
 outage, and all requests wait until one succeeds. If only some answers to a question arrive, the client keeps them,
 because they are paid for; a retry requests only the missing ones.
 
+Pictures of a question are sent as data URLs (`image_url`). They are read from the files of their blobs and encoded in a
+thread, only when the request is about to be sent, so at most `in_flight` requests hold pictures in memory.
+
 Proxies and certificates come from the controller's environment (`HTTPS_PROXY`, `NO_PROXY`, `SSL_CERT_FILE`). Redirects
 are not followed, because the key must reach only the configured address. The key comes from the controllers'
 environment or a file, and never appears in logs, records or messages; error messages of a server are shown without it.
@@ -19,23 +22,27 @@ are not counted.
 from __future__ import annotations
 
 import asyncio
+import base64
+import contextlib
+import hashlib
 import json
 import os
 import re
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 from urllib.parse import urlsplit
 
 import httpx
 
 from gcore.config.reward import ExternalJudge, Fallback, JudgeSpec
 from gcore.errors import DataError
+from gcore.reward.api import PictureFile
 from gcore.reward.judges.rate_limit import Budget, FailureStreak, JudgeRequestObserver, RateLimiter
-from gcore.reward.judges.types import Answer, JudgeAway, JudgeError, JudgeLate
+from gcore.reward.judges.types import IMAGE_MARK, Answer, JudgeAway, JudgeError, JudgeLate
 from gcore.system.clock import Clock
 from gcore.system.concurrency import cancel_all, wait_within
 from gcore.types import PictureRef
@@ -66,12 +73,15 @@ class JudgeCompletion:
     counted: bool
 
 
-def completion_request(judge: JudgeSpec, external: ExternalJudge, question: str, seed: int) -> dict[str, Any]:
-    """JSON body of the request for one answer to `question`, sampled with `seed`."""
-    messages = [{"role": "system", "content": judge.system}] if judge.system is not None else []
+def completion_request(
+    judge: JudgeSpec, external: ExternalJudge, question: str, seed: int, pictures: Sequence[str] = ()
+) -> dict[str, Any]:
+    """JSON body of the request for one answer to `question`, sampled with `seed`. `pictures`: URLs of its pictures, one for
+    each `IMAGE_MARK`."""
+    messages: list[dict[str, Any]] = [{"role": "system", "content": judge.system}] if judge.system is not None else []
     body: dict[str, Any] = {
         "model": external.model,
-        "messages": [*messages, {"role": "user", "content": _sendable(question)}],
+        "messages": [*messages, {"role": "user", "content": _content(question, pictures)}],
         "temperature": judge.temperature,
         "top_p": judge.top_p,
         "max_tokens": judge.max_new_tokens,
@@ -79,6 +89,34 @@ def completion_request(judge: JudgeSpec, external: ExternalJudge, question: str,
         "stream": False,
     }
     return body | ({"stop": list(judge.stop)} if judge.stop else {})
+
+
+def _content(question: str, pictures: Sequence[str]) -> str | list[dict[str, Any]]:
+    """The content of a message: text, or parts of text and pictures, in the order of the question."""
+    if not pictures:
+        return _sendable(question)
+    texts = question.split(IMAGE_MARK)
+    shown = [*({"type": "image_url", "image_url": {"url": url}} for url in pictures), None]
+    parts: list[dict[str, Any]] = []
+    for text, picture in zip(texts, shown, strict=True):
+        parts += [{"type": "text", "text": _sendable(text)}] if text.strip() else []
+        parts += [] if picture is None else [picture]
+    return parts
+
+
+def picture_url(file: PictureFile) -> str:
+    """The data URL of a picture file. Blocks. Raises JudgeAway if it is missing or has changed: its blob is made again."""
+    try:
+        data = Path(file.path).read_bytes()
+    except OSError as error:
+        raise JudgeAway(f"cannot read a picture of the question ({error.strerror})", where=file.path) from error
+    if hashlib.sha256(data).hexdigest() != file.sha256:
+        raise JudgeAway("a picture of the question has other bytes than its SHA-256 says", where=file.path)
+    kind = next((kind for kind, start in _FIRST_BYTES.items() if data.startswith(start)), "webp")
+    return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
+
+
+_FIRST_BYTES = {"png": b"\x89PNG", "jpeg": b"\xff\xd8"}
 
 
 def _sendable(question: str) -> str:
@@ -170,6 +208,22 @@ _LOGIN = re.compile(r"//[^/@\s]+@")
 
 MOST_KEPT = 4096
 """Maximum number of answers kept until the other answers to their question arrive."""
+
+
+OpenPictures = Callable[[tuple[PictureRef, ...]], contextlib.AbstractAsyncContextManager[tuple[PictureFile, ...]]]
+"""Yields the files of a question's pictures on this machine, which stay there until the block ends. Raises JudgeError."""
+
+
+class _Question(NamedTuple):
+    """A question, with the files of its pictures."""
+
+    text: str
+    files: tuple[PictureFile, ...]
+
+    @property
+    def key(self) -> str:
+        """What tells it from other questions."""
+        return "\n".join((*(one.sha256 for one in self.files), self.text))
 
 
 class AnswerTooLarge(Exception):
@@ -265,7 +319,9 @@ class ExternalJudgeClient:
         told: JudgeRequestObserver,
         clock: Clock,
         transport: httpx.AsyncBaseTransport | None = None,
+        open_pictures: OpenPictures | None = None,
     ) -> None:
+        """`open_pictures`: provides the files of pictures; None: the judge sees none."""
         assert judge.external is not None
         self._judge = judge
         self._external: ExternalJudge = judge.external
@@ -274,6 +330,7 @@ class ExternalJudgeClient:
         self._purse = purse
         self._told = told
         self._clock = clock
+        self._open_pictures = open_pictures
         self._url = self._external.url.rstrip("/") + "/chat/completions"
         self._place = urlsplit(self._url).netloc.rpartition("@")[2]
         """Host and port, without credentials."""
@@ -287,10 +344,18 @@ class ExternalJudgeClient:
     async def __call__(
         self, question: str, seeds: Sequence[int], pictures: tuple[PictureRef, ...] = ()
     ) -> tuple[Answer, ...]:
-        """Request one answer per seed, each after the rate limiter permits it. Raises JudgeAway, JudgeError. `pictures`:
-        none; specs cannot have external judges that see them."""
+        """Request one answer per seed, each after the rate limiter permits it. Raises JudgeAway, JudgeError."""
+        if not pictures:
+            return await self._answers(_Question(question, ()), seeds)
+        if self._open_pictures is None:
+            raise RuntimeError(f"judge {self._judge.name!r} was opened without pictures")
+        async with self._open_pictures(pictures) as files:
+            return await self._answers(_Question(question, files), seeds)
+
+    async def _answers(self, question: _Question, seeds: Sequence[int]) -> tuple[Answer, ...]:
         # A copy: a concurrent call with the same question may remove the kept answers.
-        have = {seed: self._kept[question, seed] for seed in seeds if (question, seed) in self._kept}
+        key = question.key
+        have = {seed: self._kept[key, seed] for seed in seeds if (key, seed) in self._kept}
         missing = [seed for seed in dict.fromkeys(seeds) if seed not in have]
         # Wait for all requests, even if one fails: the others are paid for.
         asking = [asyncio.ensure_future(self._one(question, seed)) for seed in missing]
@@ -301,32 +366,43 @@ class ExternalJudgeClient:
         have |= {seed: one for seed, one in zip(missing, outcomes, strict=True) if isinstance(one, Answer)}
         failures = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
         if failures:
-            self._kept |= {(question, seed): answer for seed, answer in have.items()}
+            self._kept |= {(key, seed): answer for seed, answer in have.items()}
             while len(self._kept) > MOST_KEPT:
                 self._kept.popitem(last=False)
             raise next((one for one in failures if not isinstance(one, JudgeAway)), failures[0])
         for seed in seeds:
-            self._kept.pop((question, seed), None)
+            self._kept.pop((key, seed), None)
         return tuple(have[seed] for seed in seeds)
 
     async def close(self) -> None:
         """Close all connections."""
         await self._http.aclose()
 
-    async def _one(self, question: str, seed: int) -> Answer:
-        body = completion_request(self._judge, self._external, question, seed)
+    async def _one(self, question: _Question, seed: int) -> Answer:
         while True:
             async with self._gate.turn():
+                body = await self._body(question, seed)
                 try:
-                    answer = await self._asked(question, body)
+                    answer = await self._asked(question.key, body)
                 except QuestionForbidden:
                     raise
                 except JudgeAway as error:
-                    if not self._is_outage(question, error):
+                    if not self._is_outage(question.key, error):
                         raise
                     answer = None
             if answer is not None:
                 return answer
+
+    async def _body(self, question: _Question, seed: int) -> bytes:
+        """The body of a request. Raises JudgeAway if a picture cannot be read."""
+        if not question.files:
+            return _encoded(completion_request(self._judge, self._external, question.text, seed))
+
+        def encode() -> bytes:
+            urls = [picture_url(file) for file in question.files]
+            return _encoded(completion_request(self._judge, self._external, question.text, seed, urls))
+
+        return await asyncio.to_thread(encode)
 
     def _is_outage(self, question: str, error: JudgeAway) -> bool:
         """Count an unanswered question. Return whether there is an outage, in which the question waits instead of
@@ -338,8 +414,8 @@ class ExternalJudgeClient:
             self._gate.away(error.what)
         return self._gate.is_away
 
-    async def _asked(self, question: str, body: Mapping[str, object]) -> Answer | None:
-        """Send one request. Return None if the server rejects the key. Raises JudgeAway, JudgeError."""
+    async def _asked(self, question: str, body: bytes) -> Answer | None:
+        """Send one request about the question with this key. Return None if the server rejects the key. Raises JudgeAway, JudgeError."""
         try:
             response, raw = await wait_within(self._posted(body), self._judge.timeout_s, self._clock)
         except (TimeoutError, httpx.TimeoutException) as error:
@@ -364,10 +440,10 @@ class ExternalJudgeClient:
             ) from error
         return self._read(question, response, raw)
 
-    async def _posted(self, body: Mapping[str, object]) -> tuple[httpx.Response, bytes]:
+    async def _posted(self, body: bytes) -> tuple[httpx.Response, bytes]:
         """Send a request; return the response and its body. Raises AnswerTooLarge."""
         raw = bytearray()
-        async with self._http.stream("POST", self._url, json=body) as response:
+        async with self._http.stream("POST", self._url, content=body, headers=_JSON) as response:
             async for chunk in response.aiter_bytes():
                 raw += chunk
                 if len(raw) > LARGEST_ANSWER_BYTES:
@@ -435,6 +511,14 @@ class ExternalJudgeClient:
     def _hidden(self, text: str) -> str:
         """`text` without the key, which some servers repeat."""
         return text.replace(self._key, "***") if self._key else text
+
+
+_JSON = {"Content-Type": "application/json"}
+
+
+def _encoded(body: Mapping[str, Any]) -> bytes:
+    text = json.dumps(body, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    return text.encode(errors="replace")
 
 
 def _without_login(text: str) -> str:

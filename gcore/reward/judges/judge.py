@@ -36,7 +36,7 @@ from typing import Any, Generic, TypeVar, cast
 
 from gcore.config.reward import JudgeSpec
 from gcore.reward.judges.parsers import CheckedParser, find_parser
-from gcore.reward.judges.template import AskedQuestion, Question, tool_pictures
+from gcore.reward.judges.template import AskedQuestion, Question, response_pictures
 from gcore.reward.judges.types import (
     Answer,
     ChatCall,
@@ -317,11 +317,13 @@ class Judge:
         *,
         where: str = "judges",
         picture_text: str = "",
+        generates: bool = False,
     ) -> Judge:
-        """Create the judge from its section of the spec; `where` is the section's key in messages. `picture_text`: as of
-        `Question.compile`. Raises SpecError."""
+        """Create the judge from its section of the spec; `where` is the section's key in messages. `picture_text`,
+        `generates`: as of `Question.compile`. Raises SpecError."""
         parser = find_parser(spec.verdict.parser, f"{where}.verdict.parser")
-        return cls(spec, Question.compile(spec, where, picture_text), parser, ask, seen, clock)
+        question = Question.compile(spec, where, picture_text, generates=generates)
+        return cls(spec, question, parser, ask, seen, clock)
 
     @property
     def is_full(self) -> bool:
@@ -386,7 +388,7 @@ class Judge:
 
     def _is_equal(self, first: str, second: str) -> bool:
         """Whether two responses look the same to the judge."""
-        seen = [[one.sha256 for one in tool_pictures(response)] for response in (first, second)]
+        seen = [[one.sha256 for one in response_pictures(response)] for response in (first, second)]
         return first == second and (seen[0] == seen[1] or not self.spec.images)
 
     async def _judged(self, prompt: Prompt, asked: AskedQuestion) -> Judgement:

@@ -23,7 +23,7 @@ from typing import Any, Protocol
 
 from gcore.config.base import shorten_text
 from gcore.config.reward import VerdictSpec
-from gcore.plugins import RAISED, PluginKind, error_sentence, find_plugin, plugin_trace
+from gcore.plugins import RAISED, PluginKind, error_sentence, find_plugin, plugin_trace, shown_name
 from gcore.reward.judges.types import JudgeError, Unjudgeable, Unreadable
 from gcore.reward.rules import LONGEST_NUMBER, last_number
 
@@ -63,7 +63,7 @@ class CheckedParser:
     """Wraps a parser: gives it the text after `verdict.after`, checks the number that it returns, and scales it."""
 
     def __init__(self, name: str, parser: Parser) -> None:
-        self._name = name
+        self._name = shown_name(name)
         self._parser = parser
 
     def __call__(self, answer: str, spec: VerdictSpec) -> float:

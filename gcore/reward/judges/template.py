@@ -417,7 +417,7 @@ RESPONSES = {"pointwise": ("response",), "pairwise": ("first", "second")}
 
 
 def images_of(response: str) -> str:
-    """Name of the variable with the pictures that tools returned in the response of this name."""
+    """Name of the variable with the pictures of the response of this name (`response_pictures`)."""
     return f"{response}_images"
 
 
@@ -434,9 +434,12 @@ class AskedQuestion(NamedTuple):
     pictures: tuple[PictureRef, ...] = ()
 
 
-def tool_pictures(response: str) -> tuple[PictureRef, ...]:
-    """The pictures that tools returned in a response, as a judge gets them."""
-    files = response.tool_files if isinstance(response, Response) else ()
+def response_pictures(response: str) -> tuple[PictureRef, ...]:
+    """The pictures of a response, as a judge gets them: those that tools returned in it, or the one that the policy
+    generated."""
+    if not isinstance(response, Response):
+        return ()
+    files = response.tool_files if response.picture_file is None else (response.picture_file,)
     return tuple(PictureRef(one.path, one.sha256, one.height, one.width, one.height, one.width) for one in files)
 
 
@@ -454,15 +457,16 @@ class Question:
         self._apart = apart
 
     @classmethod
-    def compile(cls, spec: JudgeSpec, where: str, picture_text: str = "") -> Question:
+    def compile(cls, spec: JudgeSpec, where: str, picture_text: str = "", *, generates: bool = False) -> Question:
         """Compile the judge's template. `where`: name of the judge's section in messages. `picture_text`: text of a
-        picture in the prompts of the policy, in the place of which a judge with `images` sees it. Raises SpecError."""
+        picture in the prompts of the policy, in the place of which a judge with `images` sees it. `generates`: whether the
+        policy generates pictures. Raises SpecError."""
         source, where = _source(spec, where)
         sandbox = BoundedSandbox()
         try:
             tree = sandbox.parse(source)
             asked = find_undeclared_variables(tree) - set(sandbox.globals)
-            _check_names(tree, asked, spec, where)
+            _check_names(tree, asked, spec, where, generates=generates)
             apart = frozenset(name for name in RESPONSES[spec.mode] if images_of(name) in asked)
             return cls(sandbox.bounded(tree), spec.name, spec.images, picture_text, apart)
         except UNCOMPILED as error:
@@ -501,7 +505,7 @@ class Question:
         if not self._images:
             return AskedQuestion(question)
         left = {}
-        seen = {"prompt": prompt.pictures} | {name: tool_pictures(response) for name, response in responses.items()}
+        seen = {"prompt": prompt.pictures} | {name: response_pictures(response) for name, response in responses.items()}
         for mark, (name, pictures) in zip(_MARKS, [*seen.items(), ("", ())], strict=False):
             if (count := question.count(mark)) != len(pictures):
                 raise self._miscounted(count, len(pictures), name)
@@ -531,15 +535,16 @@ class Question:
 
     def _seen(self, prompt: Prompt, responses: Mapping[str, str]) -> dict[str, str]:
         """The template's variables for a judge that sees pictures. `images` and `prompt` have a mark for each picture of
-        the prompt. A response has one for each picture of tools at its end, or its variable for pictures (`images_of`) has
-        them if the template uses it. Nothing else has marks."""
+        the prompt. A response has one for each of its pictures at its end, or its variable for pictures (`images_of`) has
+        them if the template uses it. A generated picture has no text, so its mark is the whole response. Nothing else has
+        marks."""
         given = {
             name: _ANY_MARK.sub("\ufffd", str(text)) for name, text in (("prompt", prompt.text), *responses.items())
         }
         if self._picture_text:
             given["prompt"] = given["prompt"].replace(self._picture_text, IMAGE_MARK)
         for mark, (name, response) in zip(_MARKS[1:], responses.items(), strict=False):
-            marks = mark * len(tool_pictures(response))
+            marks = mark * len(response_pictures(response))
             given[images_of(name)] = marks
             given[name] += "" if name in self._apart else marks
         return given | {"images": IMAGE_MARK * len(prompt.pictures)}
@@ -563,9 +568,9 @@ def _source(spec: JudgeSpec, where: str) -> tuple[str, str]:
     return text, str(path)
 
 
-def _check_names(tree: nodes.Template, asked: set[str], spec: JudgeSpec, where: str) -> None:
+def _check_names(tree: nodes.Template, asked: set[str], spec: JudgeSpec, where: str, *, generates: bool) -> None:
     """Raise SpecError unless the template uses only known names and outputs the responses, and the pictures if the judge
-    sees them. `asked`: names that the template uses."""
+    sees them. `asked`: names that the template uses. `generates`: whether the responses are pictures."""
     responses = RESPONSES[spec.mode]
     seen = ("images", *map(images_of, responses)) if spec.images else ()
     known = ("prompt", *responses, "fields", *seen)
@@ -578,9 +583,9 @@ def _check_names(tree: nodes.Template, asked: set[str], spec: JudgeSpec, where: 
         )
     shown = {node.name for node in _shown(tree) if isinstance(node, nodes.Name)} & asked
     for name in responses:
-        if name not in shown:
+        if name not in shown and not (generates and images_of(name) in shown):
             raise SpecError(f"the template does not show {name!r}", where=where, fix=f"Add {{{{ {name} }}}} to it")
-    if spec.images and shown.isdisjoint({"images", "prompt"}):
+    if spec.images and not generates and shown.isdisjoint({"images", "prompt"}):
         raise SpecError(
             "the judge has images: true, but its template does not show the pictures",
             where=where,

@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 import h11
 
 from gcore.config.rollout import AgentSpec
-from gcore.plugins import PluginFault
+from gcore.plugins import PluginFault, shown_name
 from gcore.rollout.agents.api import AgentFault, AgentRequestRefused
 from gcore.rollout.agents.chat_protocol import EVENTS, JSON, encode_answer, encode_models, encode_refusal, encode_stream
 from gcore.rollout.agents.session import AgentSession
@@ -253,7 +253,9 @@ class AgentPool:
     def __init__(self, spec: AgentSpec, clock: Clock, group: str = "") -> None:
         """`group`: folder of the control group (cgroup) of the processes; empty: that of this process."""
         setup = encode_line({"agent": spec.name, "memory_mb": spec.memory_mb})
-        program = SandboxProgram("gcore.agents", setup, f"agent {spec.name!r}", "agent", spec.start_timeout_s, group)
+        program = SandboxProgram(
+            "gcore.agents", setup, f"agent {shown_name(spec.name)!r}", "agent", spec.start_timeout_s, group
+        )
         self._crew = WorkerPool(program, spec.workers, clock)
 
     async def warm(self) -> None:

@@ -33,6 +33,7 @@ from gcore.plugins import (
     error_sentence,
     find_plugin,
     plugin_trace,
+    shown_name,
 )
 from gcore.system.concurrency import is_cancelled
 from gcore.types import LARGEST_REWARD, FinishReason, PictureRef
@@ -223,7 +224,7 @@ class CheckedEnvironment:
     """
 
     def __init__(self, name: str, maker: EnvironmentMaker, setting: Setting) -> None:
-        self._name = name
+        self._name = shown_name(name)
         try:
             self._environment: Environment = maker(_its_own(setting))
             self.stop = stop_of(self._environment)

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from gcore.config.rollout import EnvironmentSpec, ToolsSpec
-from gcore.plugins import PluginFault
+from gcore.plugins import PluginFault, shown_name
 from gcore.rollout.environments.api import (
     CheckedEnvironment,
     EnvironmentFault,
@@ -201,7 +201,7 @@ async def _tried(spec: EnvironmentSpec, maker: EnvironmentMaker, fields: Mapping
         raise _refused(hung_environment(spec.step_timeout_s)) from error
     except TimeoutError as error:
         raise PluginFault(
-            f"environment {spec.name!r} took longer than {spec.step_timeout_s:g} s to start",
+            f"environment {shown_name(spec.name)!r} took longer than {spec.step_timeout_s:g} s to start",
             where="environment.step_timeout_s",
             fix="Raise it, or make the environment faster",
         ) from error

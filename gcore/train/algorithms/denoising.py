@@ -6,12 +6,12 @@ dimensions (`gcore.models.diffusion.steps`), so ratios are within about 1e-4 of 
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-StdOf = Literal["batch", "group"]
+StdOf = Literal["batch", "group", "none"]
 
 
 def denoising_advantages(
@@ -20,9 +20,10 @@ def denoising_advantages(
     """Advantages [n] (R - mean of the group) / (std + epsilon), at most `clip` in size, as in Flow-GRPO (arXiv 2505.05470).
 
     `rewards` [n]. `group_index` [n] int64: equal for samples of one prompt. `std_of`: "batch" takes the deviation of all
-    rewards (Flow-GRPO), "group" of the group's own (DanceGRPO). `ddof`: 0 for the population's, 1 for the sample's
-    deviation. Returns [n] float64. A group with equal rewards gets exactly zeros. Raises ValueError for rewards that are
-    not finite, and for a group of one sample whose own deviation with `ddof` 1 is needed.
+    rewards (Flow-GRPO), "group" of the group's own (DanceGRPO); "none" divides by nothing, for rewards that are standardised
+    already. `ddof`: 0 for the population's, 1 for the sample's deviation. Returns [n] float64. A group with equal rewards gets
+    exactly zeros. Raises ValueError for rewards that are not finite, and for a group of one sample whose own deviation with
+    `ddof` 1 is needed.
     """
     values = rewards.detach().to(torch.float64)
     if not bool(torch.isfinite(values).all()):
@@ -34,7 +35,9 @@ def denoising_advantages(
     highest = torch.full_like(sums, -torch.inf).scatter_reduce(0, inverse, values, "amax")
     lowest = torch.full_like(sums, torch.inf).scatter_reduce(0, inverse, values, "amin")
     centred = torch.where((highest == lowest)[inverse], 0.0, centred)  # the mean of equal numbers may be rounded
-    if std_of == "batch":
+    if std_of == "none":
+        std, epsilon = torch.ones(()), 0.0
+    elif std_of == "batch":
         if len(values) <= ddof:
             raise ValueError(f"the deviation of {len(values)} rewards with ddof {ddof} is not defined")
         std = (((values - values.mean()) ** 2).sum() / (len(values) - ddof)).sqrt()
@@ -46,44 +49,14 @@ def denoising_advantages(
     return advantages if clip is None else advantages.clamp(-clip, clip)
 
 
-def clipped_loss(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, *, clip: float) -> Tensor:
-    """PPO's clipped loss [batch], by row: max(-A·r, -A·clip(r, 1 - clip, 1 + clip)) with r = exp(log_prob - old_log_prob).
+def guarded_log_ratio(log_prob: Tensor, old_log_prob: Tensor, mean_gap: Tensor, std: Tensor) -> Tensor:
+    """Logarithm of GRPO-Guard's ratio (arXiv 2510.22319), which has mean 1 and equal spread at all steps:
+    (log_prob - old_log_prob + mean_gap / (2 std²))·std.
 
-    All [rows]; the gradient flows through `log_prob` only. Flow-GRPO (arXiv 2505.05470) uses a clip of 1e-4 with adapters
-    and 1e-5 for whole models.
+    All of one shape. `mean_gap`: mean over dimensions of (mean - mean of the old policy)², with its gradient, as in the
+    method's own code. `std`: of the step. The method's loss is PPO's clipped loss with this ratio, divided by σ - σ'.
     """
-    ratio = (log_prob - old_log_prob.detach()).exp()
-    gain = advantages.detach().to(log_prob.dtype)
-    return torch.maximum(-gain * ratio, -gain * ratio.clamp(1 - clip, 1 + clip))
-
-
-def guarded_loss(
-    log_prob: Tensor,
-    old_log_prob: Tensor,
-    advantages: Tensor,
-    mean_gap: Tensor,
-    std: Tensor,
-    delta: Tensor,
-    *,
-    clip: float,
-) -> Tensor:
-    """GRPO-Guard's loss [batch], by row (arXiv 2510.22319): the clipped loss with a ratio of mean 1 and equal spread at all steps.
-
-    r = exp((log_prob - old_log_prob + mean_gap / (2 std²))·std), and the loss is divided by -delta. `mean_gap` [rows]: mean
-    over dimensions of (mean - mean of the old policy)², with its gradient, as in the method's own code. `std` [rows]: of
-    the step. `delta` [rows]: σ' - σ, negative.
-    """
-    corrected = log_prob - old_log_prob.detach() + mean_gap / (2 * std**2)
-    ratio = (corrected * std).exp()
-    gain = advantages.detach().to(log_prob.dtype)
-    return torch.maximum(-gain * ratio, -gain * ratio.clamp(1 - clip, 1 + clip)) / -delta
-
-
-class NftLoss(NamedTuple):
-    """`policy`, `kl`: scalars. The loss is policy + kl_coef·kl."""
-
-    policy: Tensor
-    kl: Tensor
+    return (log_prob - old_log_prob.detach() + mean_gap / (2 * std**2)) * std
 
 
 def nft_weights(advantages: Tensor, *, most: float) -> Tensor:
@@ -94,7 +67,6 @@ def nft_weights(advantages: Tensor, *, most: float) -> Tensor:
 def nft_loss(
     velocity: Tensor,
     old_velocity: Tensor,
-    reference: Tensor | None,
     state: Tensor,
     clean: Tensor,
     level: Tensor,
@@ -102,15 +74,14 @@ def nft_loss(
     *,
     beta: float,
     most: float,
-) -> NftLoss:
-    """DiffusionNFT's loss, two scalars (arXiv 2509.16117): pull towards good samples and push away from bad ones, on the
-    forward process.
+) -> Tensor:
+    """DiffusionNFT's loss [batch], by row (arXiv 2509.16117): pull towards good samples and push away from bad ones, on the forward
+    process. The method adds the squared distance to the reference's velocity, with a small weight.
 
-    `state` [batch, ...] = (1 - t)·clean + t·ε at level t = `level` [rows]; `velocity`, `old_velocity` and `reference` are
-    the networks' velocities there (`reference` None: no KL). `weights` [rows]: `nft_weights`. `beta`: mixture of the new
-    and the old velocity. `most`: the bound of advantages, which scales the loss. Each branch's error is divided by its own
-    detached mean size, at least 1e-5. The gradient flows through `velocity` only; at v = v_old both branches are equal,
-    and its factor is (2r - 1).
+    `state` [rows, ...] = (1 - t)·clean + t·ε at level t = `level` [rows]; `velocity` and `old_velocity` are the networks'
+    velocities there. `weights` [rows]: `nft_weights`. `beta`: mixture of the new and the old velocity. `most`: the bound of
+    advantages, which scales the loss. Each branch's error is divided by its own detached mean size, at least 1e-5. The
+    gradient flows through `velocity` only; at v = v_old both branches are equal, and its factor is (2r - 1).
     """
     t = level.reshape(-1, *(1,) * (state.dim() - 1)).to(state.dtype)
     old = old_velocity.detach()
@@ -122,21 +93,19 @@ def nft_loss(
         scale = gap.detach().double().abs().flatten(1).mean(1).clamp(min=1e-5).to(gap.dtype)
         errors.append((gap**2).flatten(1).mean(1) / scale)
     r = weights.detach().to(velocity.dtype)
-    policy = most * ((r * errors[0] + (1 - r) * errors[1]) / beta).mean()
-    kl = torch.zeros_like(policy)
-    if reference is not None:
-        kl = ((velocity - reference.detach()) ** 2).flatten(1).mean(1).mean()
-    return NftLoss(policy, kl)
+    return most * (r * errors[0] + (1 - r) * errors[1]) / beta
 
 
-def nft_decay(step: int, *, kind: Literal[0, 1, 2]) -> float:
-    """How much of the old weights stays after a training step: old ← d·old + (1 - d)·new. `step` counts from 0.
+def prediction_gap(prediction: Tensor, reference: Tensor) -> Tensor:
+    """Squared distance [batch] of `prediction` to `reference` [batch, ...] on any device, as a mean over dimensions.
 
-    `kind` 0: nothing. 1: min(0.5, 0.001·step). 2: nothing until step 75, then min(0.999, 0.0075·(step - 75)). These are
-    the schedules of DiffusionNFT's own code (arXiv 2509.16117).
+    The KL of DiffusionNFT (arXiv 2509.16117), the error of flow matching if `reference` is the target, and (mean - mean of
+    another policy)² of a step. The gradient flows through `prediction` only.
     """
-    if kind == 0:
-        return 0.0
-    if kind == 1:
-        return min(0.5, 0.001 * step)
-    return min(0.999, 0.0075 * max(0, step - 75))
+    return ((prediction - reference.detach().to(prediction.device)) ** 2).flatten(1).mean(1)
+
+
+def matching_weights(advantages: Tensor, *, temperature: float) -> Tensor:
+    """Weights [n] of reward-weighted fine-tuning: exp(A / temperature), as in reward-weighted regression (arXiv 2305.13301),
+    with an advantage in place of the reward, so that prompts with high rewards do not count more."""
+    return (advantages.detach() / temperature).exp()

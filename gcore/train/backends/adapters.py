@@ -19,7 +19,7 @@ from gcore.config.train import ALL_LINEAR, LoraSpec
 from gcore.errors import DataError
 from gcore.models.adapters import AdapterConfig, read_adapters, stored_name
 from gcore.train.backends.base import TrainBackend
-from gcore.train.batching import LogitsOf
+from gcore.train.batching import OutputsOf
 
 
 def add_adapters(module: nn.Module, lora: LoraSpec, seed: int, served: torch.dtype, folder: Path) -> None:
@@ -91,7 +91,7 @@ class BaseReference:
         return iter(())
 
     @contextlib.contextmanager
-    def awake(self) -> Iterator[LogitsOf]:
+    def awake(self) -> Iterator[OutputsOf]:
         """The base model's logits function, valid within the block."""
         layers = [layer for _, layer in _adapted(self._policy.module)]
         for layer in layers:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from gcore.config.train import CriticSpec, TrainSpec
 from gcore.models.publisher import NamedTensor
 from gcore.models.replicas import Extent
-from gcore.train.batching import Feeding, LogitsOf
+from gcore.train.batching import Feeding, OutputsOf
 
 TensorKind = Literal["served", "master", "exp_avg", "exp_avg_sq"]
 """Which value of a parameter. `served`: in the dtype of the forward pass; `master`: float32; the others are Adam's two
@@ -73,7 +73,7 @@ class TrainBackend(Protocol):
 
     @property
     def feeding(self) -> Feeding:
-        """How the model's inputs are laid out: device, number of token ids, packed or padded rows. Not a collective."""
+        """How samples become the model's inputs. Not a collective."""
         ...
 
     @property
@@ -82,7 +82,7 @@ class TrainBackend(Protocol):
         ...
 
     @property
-    def outputs_of(self) -> LogitsOf:
+    def outputs_of(self) -> OutputsOf:
         """The function that computes the model's outputs for the scored tokens, [n, width].
 
         With sequence parallelism only for those in this rank's slice of the row. Calling it is a collective.

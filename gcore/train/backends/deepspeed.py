@@ -56,8 +56,8 @@ from gcore.train.backends.base import (
     saved_buffers,
     trained_parameters,
 )
-from gcore.train.batching import Feeding, LogitsOf, make_dummy
-from gcore.train.hf_models import logits_of, parameter_groups, set_evaluation_mode
+from gcore.train.batching import Feeding, OutputsOf
+from gcore.train.hf_models import parameter_groups, set_evaluation_mode
 
 LARGEST_BUCKET = 500_000_000
 """Maximum number of elements in one of DeepSpeed's communication buckets."""
@@ -96,7 +96,7 @@ class DeepSpeedBackend:
         self._ranks: int = engine.world_size
         self._names: dict[str, nn.Parameter] = trained_parameters(module)
         self.feeding = feeding
-        self.outputs_of: LogitsOf = logits_of(engine)
+        self.outputs_of: OutputsOf = feeding.outputs_of(engine)
         """Computes the model's outputs for the scored tokens, [n, width]."""
         self.shapes: Mapping[str, tuple[int, ...]] = shapes
         """Shape of every parameter, in the order of `tensors`."""
@@ -115,7 +115,7 @@ class DeepSpeedBackend:
         DeepSpeed passes gradients to its optimizer only in the last backward, and the last micro-batches of a streamed
         step may have no trained token.
         """
-        self.backward(self.outputs_of(make_dummy(self.feeding).inputs).float().sum() * 0.0, last=True)
+        self.backward(self.outputs_of(self.feeding.dummy_inputs()).float().sum() * 0.0, last=True)
 
     @torch.no_grad()
     def scale_gradients(self, factor: float) -> None:

@@ -42,8 +42,8 @@ from gcore.train.backends.base import (
     saved_buffers,
     trained_parameters,
 )
-from gcore.train.batching import Feeding, LogitsOf
-from gcore.train.hf_models import logits_of, set_evaluation_mode
+from gcore.train.batching import Feeding, OutputsOf
+from gcore.train.hf_models import set_evaluation_mode
 
 log = logging.getLogger("gcore.train")
 
@@ -71,7 +71,7 @@ class Fsdp2Backend:
         for name, buffer in module.named_buffers():
             buffer.data = buffers[name].to(feeding.device)  # rotary frequencies need full precision
         set_evaluation_mode(module)
-        self.outputs_of: LogitsOf = logits_of(module)
+        self.outputs_of: OutputsOf = feeding.outputs_of(module)
         self._sharded: dict[str, Any] = dict(trained_parameters(module))
         """The trained parameters as FSDP's DTensors. The module itself has gathered ones while it computes."""
         self._own = {name: nn.Parameter(one.to_local().detach()) for name, one in self._sharded.items()}

@@ -48,6 +48,7 @@ from gcore.system.fault_injection import FaultPoint, fault_point
 from gcore.train.backends.base import TrainBackend, trained_parameters
 from gcore.train.backends.distributed import Collective
 from gcore.train.checkpoint.writer import UpdateCounts
+from gcore.train.denoising.follower import FollowingNetwork
 from gcore.train.models import RankModels
 from gcore.train.rank.launch import RankLaunch
 
@@ -74,7 +75,7 @@ class StateReplicator:
         self._launch = launch
         self._base_sample = base_sample
         self._collective = collective
-        self._models: Mapping[str, TrainBackend] = trained_models(models)
+        self._models: Mapping[str, TrainBackend | FollowingNetwork] = trained_models(models)
         self._folder = Path(launch.memory_dir)
         self._keepers = second_keepers(launch.nodes)
         self._group = host_group(collective)
@@ -277,10 +278,14 @@ class StateReplicator:
         return False
 
 
-def trained_models(models: RankModels) -> dict[str, TrainBackend]:
-    """The models that a rank trains, by the names that they have in replicas: `policy`, `critic`."""
-    named: dict[str, TrainBackend] = {"policy": models.policy}
-    return named if models.critic is None else {**named, "critic": models.critic}
+def trained_models(models: RankModels) -> dict[str, TrainBackend | FollowingNetwork]:
+    """The models whose states a rank keeps, by the names that they have in replicas: `policy`, `critic`, `served`."""
+    named: dict[str, TrainBackend | FollowingNetwork] = {"policy": models.policy}
+    if models.critic is not None:
+        named["critic"] = models.critic
+    if models.follower is not None:
+        named["served"] = models.follower
+    return named
 
 
 def host_group(collective: Collective) -> dist.ProcessGroup | None:
@@ -368,6 +373,7 @@ class ReplicaRestore:
         done = {
             "policy": self.progress.updates - self.progress.skipped,
             "critic": self.progress.critic_updates - self.progress.critic_skipped,
+            "served": 0,
         }
         for name, model in trained_models(models).items():
             shapes = {key: torch.Size(shape) for key, shape in model.shapes.items()}

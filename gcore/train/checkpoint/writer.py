@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -40,9 +39,10 @@ from gcore.models.adapters import (
     tensor_bytes,
 )
 from gcore.models.dtypes import CODES, model_dtype
-from gcore.models.hubs import ADAPTER_CONFIG
+from gcore.models.hubs import ADAPTER_CONFIG, weights_file
 from gcore.models.layout import (
     ADAPTER_FILE,
+    AVERAGE_FOLDER,
     BASE_FILE,
     CRITIC_FOLDER,
     EXP_AVG_FILE,
@@ -50,6 +50,7 @@ from gcore.models.layout import (
     FROZEN_FILE,
     MANIFEST_FILE,
     MODEL_FILE,
+    PIPELINE_FILE,
     SAMPLE_FILE,
     FileEntry,
     Manifest,
@@ -58,6 +59,7 @@ from gcore.models.layout import (
     critic_folder,
     delete_old_staged,
     file_entry,
+    link_or_copy,
     sweep_unfinished,
     weights_folder,
 )
@@ -68,6 +70,7 @@ from gcore.system.files import replace_folder
 from gcore.train.backends.adapters import adapter_config
 from gcore.train.backends.base import AdamKind, TensorKind, TrainBackend
 from gcore.train.checkpoint.run_files import BackgroundWriter, Highest, RetryingWriter, WriteCallback
+from gcore.train.denoising.follower import FollowingNetwork
 from gcore.train.rank.launch import RankLaunch
 from gcore.types import Version
 
@@ -109,17 +112,21 @@ class HostSnapshot:
     """
 
     def __init__(
-        self, model: TrainBackend, weights_file: str = MODEL_FILE, frozen: Mapping[str, Tensor] = MappingProxyType({})
+        self,
+        model: TrainBackend | FollowingNetwork,
+        weights_file: str = MODEL_FILE,
+        frozen: Mapping[str, Tensor] = MappingProxyType({}),
+        moments: Mapping[str, AdamKind] = MOMENTS,
     ) -> None:
         """`weights_file`: name of the file with the float32 weights. `frozen`: parameters that it has in addition, float32 in
-        host memory; they never change and are not copied.
+        host memory; they never change and are not copied. `moments`: files with Adam's moments; empty without an optimizer.
         """
         self._model = model
         self._frozen = {
             name: SnapshotTensor(TensorShape("F32", tuple(one.shape)), one.contiguous().reshape(-1).numpy().data)
             for name, one in frozen.items()
         }
-        self._kinds: Mapping[str, TensorKind] = {weights_file: "master", **MOMENTS}
+        self._kinds: Mapping[str, TensorKind] = {weights_file: "master", **moments}
         self._memory: dict[str, Tensor] = {}
 
     @torch.no_grad()
@@ -210,7 +217,10 @@ class WholeModel:
     """
 
     def __init__(
-        self, policy: TrainBackend, dtype: torch.dtype, frozen: Mapping[str, Tensor] = MappingProxyType({})
+        self,
+        policy: TrainBackend | FollowingNetwork,
+        dtype: torch.dtype,
+        frozen: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> None:
         """`frozen`: on the writing rank, the frozen weights to serve."""
         self._policy = policy
@@ -312,9 +322,11 @@ class FolderPublisher:
         highest: Highest,
         base: BaseFiles | None = None,
         frozen: Mapping[str, Tensor] = MappingProxyType({}),
+        follower: FollowingNetwork | None = None,
     ) -> None:
         """`base`: files of the adapters' base model when the rank loaded it; None: as they are now. `frozen`: parameters that
         are not trained, if this rank writes. Engines that keep theirs from the initial model get only what is trained.
+        `follower`: a network that engines serve in place of the model, or evaluate.
         """
         self._launch = launch
         partial = ENGINES[launch.spec.rollout.engine].partial_updates
@@ -324,7 +336,8 @@ class FolderPublisher:
         """Description of the adapters, if they are published alone."""
         self._served: ServedWeights
         if lora is None:
-            self._served = WholeModel(model, dtype, {} if partial else frozen)
+            served = follower if follower is not None and follower.serves else model
+            self._served = WholeModel(served, dtype, {} if partial else frozen)
         elif lora.publish == "merged":
             self._served = MergedModel(model, lora, launch.model_path, dtype, highest, base)
         else:
@@ -332,6 +345,9 @@ class FolderPublisher:
             self._adapters = adapter_config(model.module, lora, launch.model_path)
         self._loaded = BaseFiles({})
         """The files of the adapters' base model; none without adapters, or if another rank writes."""
+        self._average = None if follower is None or follower.serves else WholeModel(follower, dtype)
+        """The average of the trained weights that engines evaluate, beside those that they serve."""
+        self._weights_file = weights_file(launch.model_path)
         self._writes = launch.rank == 0
         if lora is not None and self._writes:
             self._loaded = base or BaseFiles.of(launch.model_path)
@@ -358,14 +374,19 @@ class FolderPublisher:
                 self._writer.folder.check()
                 with replace_folder(target, owner=self._launch.world, durable=False) as folder:
                     if self._adapters is None:
-                        copy_companions(self._launch.model_path, folder, _link_or_copy)
+                        copy_companions(self._launch.model_path, folder, link_or_copy)
                         if self._left_out:
                             (folder / FROZEN_FILE).write_text(json.dumps(self._left_out), encoding="utf-8")
-                        self._write_served(folder / MODEL_FILE, tensors, tell)
+                        self._write_served(folder / self._weights_file, self._served, tensors, tell)
+                        if self._average is not None:
+                            inner = folder / AVERAGE_FOLDER
+                            inner.mkdir()
+                            averages = self._average.tensors(writes=True, tell=tell)
+                            self._write_served(inner / self._weights_file, self._average, averages, tell)
                     else:
                         (folder / ADAPTER_CONFIG).write_bytes(self._adapters.encode())
                         (folder / SAMPLE_FILE).write_text(self._sample, encoding="ascii")
-                        self._write_served(folder / ADAPTER_FILE, tensors, tell)
+                        self._write_served(folder / ADAPTER_FILE, self._served, tensors, tell)
                 delete_old_staged(target.parent)
         finally:
             for _ in tensors:
@@ -379,8 +400,10 @@ class FolderPublisher:
         if self._writes:
             shutil.rmtree(weights_folder(self._launch.run_path, update.version), ignore_errors=True)
 
-    def _write_served(self, path: Path, tensors: Iterator[NamedTensor], tell: Callable[[], None]) -> None:
-        with TensorsFile(path, self._served.shapes(), hashed=False) as file:
+    def _write_served(
+        self, path: Path, served: ServedWeights, tensors: Iterator[NamedTensor], tell: Callable[[], None]
+    ) -> None:
+        with TensorsFile(path, served.shapes(), hashed=False) as file:
             for one in tensors:
                 file.write(one.name, tensor_bytes(one.tensor))
                 tell()
@@ -400,8 +423,10 @@ class CheckpointWriter:
         writer: BackgroundWriter | None = None,
         base: BaseFiles | None = None,
         frozen: Mapping[str, Tensor] = MappingProxyType({}),
+        follower: FollowingNetwork | None = None,
     ) -> None:
-        """`base`: as of `FolderPublisher`. `frozen`: the policy's parameters that are not trained, if this rank writes."""
+        """`base`: as of `FolderPublisher`. `frozen`: the policy's parameters that are not trained, if this rank writes.
+        `follower`: a network that follows the policy."""
         self._launch = launch
         self._writes = launch.rank == 0
         lora = launch.spec.train.lora
@@ -414,10 +439,14 @@ class CheckpointWriter:
         self._base_bytes = sum(size for size, _, _ in self._loaded.stamps.values())
         """Size of the base model's weights, which the first checkpoint reads."""
         self._adapters = None if lora is None else adapter_config(policy.module, lora, launch.model_path)
-        snapshot = HostSnapshot(policy, MODEL_FILE if lora is None else ADAPTER_FILE, frozen)
+        weights = weights_file(launch.model_path)
+        snapshot = HostSnapshot(policy, weights if lora is None else ADAPTER_FILE, frozen)
         self._copies = [_Model("", snapshot, launch.model_path)]
         if critic is not None:
             self._copies.append(_Model(f"{CRITIC_FOLDER}/", HostSnapshot(critic), launch.critic_path))
+        if follower is not None:
+            second = HostSnapshot(follower, weights, moments={})
+            self._copies.append(_Model(f"{follower.folder}/", second, launch.model_path))
         self.writer = writer or BackgroundWriter(launch.run_path, launch.world)
         self.insisting = RetryingWriter(self.writer.hindered, launch.spec.train.watchdog_s)
         if self._writes:
@@ -481,6 +510,10 @@ class CheckpointWriter:
                 for name, data in ((ADAPTER_CONFIG, self._adapters.encode()), (BASE_FILE, self._base)):
                     (folder / name).write_bytes(data)
                     files[name] = file_entry(folder / name)
+            if self._launch.spec.rollout.diffusion is not None:
+                pipeline = json.dumps({"path": self._launch.spec.model.path})
+                (folder / PIPELINE_FILE).write_text(pipeline, encoding="utf-8")
+                files[PIPELINE_FILE] = file_entry(folder / PIPELINE_FILE)
             (folder / MANIFEST_FILE).write_bytes(Manifest.model_validate(fields | {"files": files}).encode())
 
         total = sum(one.nbytes for _, copies in taken for one in copies)
@@ -556,10 +589,3 @@ def _copied(model: Path, to: Path) -> Iterator[tuple[str, FileEntry]]:
     """Copy a model's files other than its weights to `to`; yields the name, size and digest of each."""
     for name in copy_companions(model, to):
         yield name, file_entry(to / name)
-
-
-def _link_or_copy(source: Path, to: Path) -> None:
-    try:
-        os.link(source.resolve(), to)
-    except OSError:
-        shutil.copyfile(source, to)  # another file system, or no support for links

@@ -78,6 +78,11 @@ class TrainSample:
     """All noise levels [m] float32 of its schedule; None: it is a text."""
 
     @property
+    def length(self) -> int:
+        """Number of trained positions: tokens, observed ones included, or denoising steps."""
+        return len(self.token_ids) if self.steps is None else len(self.steps)
+
+    @property
     def observed_count(self) -> int:
         """Number of tokens that the policy did not generate."""
         return sum(end - start for start, end in self.observed)
@@ -487,7 +492,7 @@ def _lacking(group: TrainGroup | None, seal: Seal, number: int, sample: int, blo
         return f"sample {sample} was sent for prompt {group.ref}"
     if group.samples[sample].masked != (sample in sealed.masked):
         return f"sample {sample} is {'masked' if group.samples[sample].masked else 'unmasked'}, unlike in the seal"
-    found = (len(group.prompt_ids), len(group.samples[sample].token_ids))
+    found = (len(group.prompt_ids), group.samples[sample].length)
     stated = (sealed.prompt_tokens, sealed.response_tokens[sample])
     if found != stated:
         return f"sample {sample} has {found[0]} + {found[1]} tokens instead of {stated[0]} + {stated[1]}"

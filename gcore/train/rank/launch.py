@@ -101,8 +101,14 @@ class RankLaunch(RecordPart):
 
     @property
     def model_path(self) -> Path:
-        """The folder of the job's initial model: the reference, and the source of config and tokenizer."""
-        return Path(self.spec.model.path)
+        """The folder of the job's initial model: the reference, and the source of config and tokenizer. For a pipeline that
+        generates pictures: the folder of its network, which is what is trained."""
+        folder = Path(self.spec.model.path)
+        if self.spec.rollout.diffusion is None:
+            return folder
+        from gcore.models.diffusion.files import network_folder  # daemons import this module, and read no models
+
+        return network_folder(folder)
 
     @property
     def critic_path(self) -> Path:

@@ -24,6 +24,7 @@ import warnings
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -159,9 +160,9 @@ def load_rank(
         progress = UpdateCounts.of(manifest)
     elif copies is None:
         log.info("training starts from %s; Adam's moments are zero", launch.model_path)
-    saver = CheckpointWriter(launch, models.policy, models.critic, writer, base, models.frozen)
+    saver = CheckpointWriter(launch, models.policy, models.critic, writer, base, models.frozen, models.follower)
     publisher = FolderPublisher(
-        launch, models.policy, saver.writer, saver.insisting, collective.max, base, models.frozen
+        launch, models.policy, saver.writer, saver.insisting, collective.max, base, models.frozen, models.follower
     )
     publisher.stage(Version(launch.lineage, launch.start.step), loading)
     loading()
@@ -196,12 +197,17 @@ def _models(launch: RankLaunch, collective: Collective, tell: Callable[[str], No
     """
     import torch
 
+    from gcore.train.denoising.models import load_denoising_models
     from gcore.train.hf_models import STATE_REMEDIES, explain_memory_error
     from gcore.train.models import load_models
 
     with explain_memory_error("loading the model", launch.spec.train, STATE_REMEDIES):
         group = collective.form_sequence_groups(launch.spec.train.sequence_parallel)
-        models = load_models(launch, collective.device, collective.max, lambda: tell("loading"), fill, group)
+        loading = partial(tell, "loading")
+        if launch.spec.rollout.diffusion is not None:
+            models = load_denoising_models(launch, collective.device, loading, fill)
+        else:
+            models = load_models(launch, collective.device, collective.max, loading, fill, group)
     if collective.device.type == "cuda":
         torch.cuda.empty_cache()
     return models

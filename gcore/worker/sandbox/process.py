@@ -16,7 +16,6 @@ import socket
 import subprocess
 import sys
 from collections import deque
-from pathlib import Path
 from typing import Any
 
 from gcore.errors import GcoreError, explain_os_errors
@@ -25,6 +24,7 @@ from gcore.system.concurrency import limit_time
 from gcore.system.process import (
     GUARD,
     CannotStart,
+    child_pids,
     exit_sentence,
     identify_process,
     out_of_memory_kills,
@@ -192,14 +192,14 @@ class SandboxProcess(asyncio.Protocol):
         """
         assert self._warden is not None
         if not self._pid:
-            self._pid = next(iter(_children(self._warden.pid)), self._warden.pid)
+            self._pid = next(iter(child_pids(self._warden.pid)), self._warden.pid)
         return self._pid
 
     def started(self) -> frozenset[int]:
         """Pids of the living children of the process, including orphans but not grandchildren."""
         assert self._warden is not None
         own = self.pid
-        found = {*_children(self._warden.pid), *_children(own)} - {own}
+        found = {*child_pids(self._warden.pid), *child_pids(own)} - {own}
         return frozenset(pid for pid in found if identify_process(pid) is not None)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -244,15 +244,6 @@ async def _ended_within(child: subprocess.Popen[bytes], limit_s: float) -> None:
                 await wait_child_ended(child.pid)
             except OSError:  # no descriptor is available to wait with
                 await asyncio.to_thread(child.wait)
-
-
-def _children(pid: int) -> list[int]:
-    """Return the pids of a process's children, over all of its threads, the oldest of each thread first."""
-    found: list[int] = []
-    for path in Path(f"/proc/{pid}/task").glob("*/children"):
-        with contextlib.suppress(OSError):
-            found += map(int, path.read_text().split())
-    return found
 
 
 def _spawn(module: str, group: str) -> tuple[socket.socket, ProgressCell, subprocess.Popen[bytes]]:

@@ -15,7 +15,7 @@ from gcore.config import parse_spec
 from gcore.config.spec import JobSpec
 from gcore.config.train import CriticSpec, TrainSpec
 from gcore.testing.training import FakeObjective
-from gcore.train.batching import Feeding, MicroBatch, Scores, make_dummy
+from gcore.train.batching import MicroBatch, Scores, TokenFeeding, make_dummy
 from gcore.train.objectives import (
     Count,
     Need,
@@ -84,7 +84,7 @@ def case(request: pytest.FixtureRequest) -> Case:
 
 
 def batch_of(rows: slice, mask: Tensor = MASK) -> MicroBatch:
-    dummy = make_dummy(Feeding("bucketed", 4, torch.device("cpu")))
+    dummy = make_dummy(TokenFeeding("bucketed", 4, torch.device("cpu")))
     return dataclasses.replace(dummy, mask=mask[rows], scored=mask[rows], rollout_logp=ENGINE[rows])
 
 

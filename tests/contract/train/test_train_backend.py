@@ -23,14 +23,14 @@ from gcore.system.torch_imports import leave_compiler_out
 from gcore.testing.training import FakeTrainBackend
 from gcore.train.backends.base import AdamKind, OptimizerSettings, TensorKind, TrainBackend
 from gcore.train.backends.distributed import Collective, Rendezvous, open_store
-from gcore.train.batching import Feeding, make_dummy
+from gcore.train.batching import TokenFeeding, make_dummy
 from gcore.train.packing import Packing
 
 VOCABULARY, BETAS, CLIP = 12, (0.9, 0.99), 0.5
 ADAM: tuple[AdamKind, AdamKind] = ("exp_avg", "exp_avg_sq")
 KINDS: tuple[TensorKind, ...] = ("served", "master", *ADAM)
 CPU = torch.device("cpu")
-FEEDING = Feeding("bucketed", VOCABULARY, CPU)
+FEEDING = TokenFeeding("bucketed", VOCABULARY, CPU)
 Make = Callable[[], TrainBackend]
 
 
@@ -77,11 +77,11 @@ def made(
     if weights is not None:
         module.load_state_dict(weights, strict=False)
     if name == "fake":
-        from gcore.train.hf_models import logits_of
+        from gcore.train.batching import logits_of
 
         return FakeTrainBackend(module, FEEDING, logits_of(module), betas=BETAS, max_grad_norm=CLIP)
     device = torch.device("cuda") if torch.cuda.is_available() else CPU
-    feeding = Feeding("bucketed", VOCABULARY, device)
+    feeding = TokenFeeding("bucketed", VOCABULARY, device)
     module.to(device)
     offload = name.endswith("offloaded")
     how = OptimizerSettings(3 if offload else int(name[-1]), half, BETAS, 0.0, CLIP, offload)
@@ -121,7 +121,7 @@ def everything(backend: TrainBackend, kind: TensorKind) -> dict[str, Tensor]:
 
 def plain_gradient(scale: float = 1.0) -> dict[str, Tensor]:
     """Of `loss_of` in the model as it is made."""
-    from gcore.train.hf_models import logits_of
+    from gcore.train.batching import logits_of
 
     module = Bigram()
     (scale * loss_of(logits_of(module)(make_dummy(FEEDING).inputs))).backward()
@@ -189,7 +189,7 @@ def test_an_update_applies_the_clipped_gradient_and_reports_its_norm(backend: Tr
 
 
 def test_updates_are_those_of_adam_at_their_own_rates(backend: TrainBackend) -> None:
-    from gcore.train.hf_models import logits_of
+    from gcore.train.batching import logits_of
 
     plain = Bigram()
     adam = torch.optim.AdamW(plain.parameters(), betas=BETAS, weight_decay=0.0)

@@ -8,12 +8,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from browser import Browser
 
 from controllers.api.edge.errors import NotFound
 from controllers.web.app import PageApp
+from controllers.web.content import ServedPicture
 from gcore.errors import StoreUnavailable
+from gcore.media.pictures import encode_png
 from gcore.observability.http import serve_metrics
 from gcore.observability.metrics import Metrics
 
@@ -94,12 +97,36 @@ SLOTS = {
 }
 
 
+LARGE = encode_png(np.full((200, 300, 3), 90, np.uint8))
+
+
+def shown(sha256: str, url: str, height: int = 1, reward: float | None = None) -> dict[str, Any]:
+    return {"sha256": sha256, "url": url, "height": height, "reward": reward}
+
+
+def generated(step: int) -> dict[str, Any]:
+    """The pictures of a job that generates pictures: a tiny one, a large one, and one that was deleted."""
+    large = f"pictures/0-{step}/{'ab' * 32}"
+    pictures = [shown("t", PIXEL, reward=1.0), shown("l", large, 200, 0.25), shown("gone", "", 200, 0.0)]
+    prompt = {"prompt": HOSTILE, "mean_reward": 0.5, "pictures": [], "of_tools": [], "generated": pictures}
+    before, after = shown("b", PIXEL, reward=0.0), shown("a", f"pictures/evaluation-0-17/{'cd' * 32}", 200, 1.0)
+    cards = [
+        {"prompt": HOSTILE, "pictures": [before, after], "right": [False, True]},
+        {"prompt": "blue", "pictures": [None, before], "right": [None, None]},
+    ]
+    held_out = {"steps": [0, 17], "prompts": cards}
+    return {"step": step, "steps": [3, 9, 17], "prompts": [prompt], "held_out": held_out}
+
+
 class Told:
     """Stands for what is shown."""
 
     def __init__(self) -> None:
         self.away = False
+        self.generates = False
         self.after: list[int] = []
+        self.steps: list[int | None] = []
+        self.served: list[str] = []
 
     async def cluster(self) -> dict[str, Any]:
         if self.away:
@@ -117,16 +144,28 @@ class Told:
         if uid != JOB["uid"]:
             raise NotFound(f"there is no job {uid!r}", fix="Look at the list")
         self.after.append(after)
-        return {**WHOLE, "events": [one for one in EVENTS if int(str(one["sequence"])) > after]}
+        events = [one for one in EVENTS if int(str(one["sequence"])) > after]
+        if not self.generates:
+            return {**WHOLE, "events": events}
+        curves = WHOLE["curves"]
+        points = curves["points"] | {"pictures_per_second": [[1, 30.0], [2, 31.0]]}
+        return {**WHOLE, "events": events, "curves": curves | {"points": points}}
 
     async def slots(self, uid: str) -> dict[str, Any]:
         return SLOTS
 
-    async def pictures(self, uid: str) -> dict[str, Any]:
-        return {
-            "step": 17,
-            "prompts": [{"prompt": HOSTILE, "mean_reward": 0.5, "pictures": [["ab", PIXEL]], "of_tools": [["cd", ""]]}],
-        }
+    async def pictures(self, uid: str, step: int | None) -> dict[str, Any]:
+        self.steps.append(step)
+        if self.generates:
+            return generated(step or 17)
+        prompt = {"prompt": HOSTILE, "mean_reward": 0.5, "generated": []}
+        pictures = {"pictures": [shown("ab", PIXEL)], "of_tools": [shown("cd", "")]}
+        held_out: dict[str, Any] = {"steps": [], "prompts": []}
+        return {"step": 17, "steps": [17], "prompts": [prompt | pictures], "held_out": held_out}
+
+    async def picture(self, uid: str, folder: str, sha256: str) -> ServedPicture:
+        self.served.append(f"{folder} {sha256[:2]}")
+        return ServedPicture("image/png", LARGE)
 
 
 @pytest.fixture(scope="module")
@@ -208,6 +247,84 @@ def test_a_job_shows_curves_slots_moves_with_reasons_and_events(browser: Browser
     )
 
 
+@pytest.fixture
+def generates(told: Told, browser: Browser) -> Iterator[Told]:
+    """Jobs generate pictures, and the browser has forgotten those that it fetched."""
+    browser.open("about:blank")
+    told.generates = True
+    told.steps.clear()
+    told.served.clear()
+    yield told
+    told.generates = False
+    browser.open("about:blank")
+
+
+def test_curves_of_generated_pictures_are_per_denoising_step_and_omit_the_entropy(
+    browser: Browser, address: str, generates: Told
+) -> None:
+    browser.open(f"{address}/#{JOB['uid']}")
+    browser.until("document.querySelector('.curves') !== null")
+    shown = browser.value("document.querySelector('.curves').innerText")
+    for said in ("KL", "nats/denoising step", "pictures/s"):
+        assert said in shown
+    for left_out in ("entropy", "token"):
+        assert left_out not in shown
+
+
+def test_generated_pictures_have_rewards_and_tiny_ones_keep_their_pixels(
+    browser: Browser, address: str, generates: Told
+) -> None:
+    browser.open(f"{address}/#{JOB['uid']}")
+    browser.until("document.querySelectorAll('#pictures img')[1]?.naturalWidth === 300")
+    words_are_only_words(browser, pictures=5)
+    assert browser.value("document.querySelector('#pictures h2').textContent") == "Generated pictures, step 17"
+    rendering = "[...document.querySelectorAll('#pictures img')].map(one => getComputedStyle(one).imageRendering)"
+    assert browser.value(rendering) == ["pixelated", "auto"]
+    labels = "[...document.querySelectorAll('#pictures .side > div > div')].map(one => one.textContent)"
+    assert browser.value(labels) == ["1", "0.25", "0"]
+    assert browser.value("document.querySelector('#pictures p').textContent") == "sha256:gone"
+    assert browser.told("Runtime.exceptionThrown") == []
+
+
+def test_held_out_pictures_are_side_by_side_with_a_border_for_right_and_wrong(
+    browser: Browser, address: str, generates: Told
+) -> None:
+    browser.open(f"{address}/#{JOB['uid']}")
+    browser.until("document.querySelectorAll('#held-out img')[1]?.naturalWidth === 300")
+    title = "Held-out pictures after steps 0, 17, with rewards"
+    assert browser.value("document.querySelector('#held-out h2').textContent") == title
+    sides = (
+        "[...document.querySelectorAll('#held-out .side > div')].map(one => [one.className, one.lastChild.textContent])"
+    )
+    assert browser.value(sides) == [["wrong", "step 0: 0"], ["right", "step 17: 1"], ["", "step 0"], ["", "step 17: 0"]]
+    alt = "[...document.querySelectorAll('#held-out img')].map(one => one.alt)"
+    assert browser.value(alt) == ["step 0: 0, wrong", "step 17: 1, right", "step 17: 0"]
+    borders = "[...document.querySelectorAll('#held-out img')].map(one => getComputedStyle(one).outlineStyle)"
+    assert browser.value(borders) == ["solid", "solid", "none"]
+    assert browser.value("document.querySelector('#held-out p').textContent") == "no picture"
+
+
+def test_a_step_is_chosen_with_the_keyboard_and_a_picture_is_fetched_once(
+    browser: Browser, address: str, generates: Told
+) -> None:
+    browser.open(f"{address}/#{JOB['uid']}")
+    step = "document.querySelector('#pictures h2')?.textContent"
+    browser.until(f"{step} === 'Generated pictures, step 17'")
+    assert browser.value("document.getElementById('later').disabled")
+    assert browser.value("document.getElementById('newest').disabled")
+    for expected in (9, 3):
+        browser.value("document.getElementById('earlier').focus()")
+        browser.value("document.activeElement.click()")
+        browser.until(f"{step} === 'Generated pictures, step {expected}'")
+        assert browser.value("document.activeElement.id") == ("earlier" if expected == 9 else "")
+    assert browser.value("document.getElementById('earlier').disabled")
+    browser.value("document.getElementById('newest').click()")
+    browser.until(f"{step} === 'Generated pictures, step 17'")
+    assert generates.steps == [None, 9, 3, None]
+    browser.until("performance.getEntriesByType('resource').filter(one => one.name.includes('slots')).length > 3")
+    assert sorted(generates.served) == ["0-17 ab", "0-3 ab", "0-9 ab", "evaluation-0-17 cd"]
+
+
 def test_it_looks_again_for_what_is_new_only(browser: Browser, address: str, told: Told) -> None:
     browser.open(f"{address}/#{JOB['uid']}")
     browser.until("document.querySelectorAll('#events li').length === 5")
@@ -222,7 +339,7 @@ def test_it_looks_again_for_what_is_new_only(browser: Browser, address: str, tol
 
 def test_page_contacts_no_third_party_and_raises_no_error(browser: Browser, address: str) -> None:
     asked = {one["request"]["url"] for one in browser.told("Network.requestWillBeSent")}
-    assert {url for url in asked if not url.startswith((address, "data:"))} == set()
+    assert {url for url in asked if not url.startswith((address, "data:", f"blob:{address}/"))} == set()
     assert browser.told("Runtime.exceptionThrown") == []
     assert [one["entry"] for one in browser.told("Log.entryAdded")] == []
 

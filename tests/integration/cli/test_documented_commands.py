@@ -181,6 +181,22 @@ def counting_example(checkout: Checkout, clusters: Clusters) -> None:
     shutil.copytree(example, checkout.folder / "largest" / "counting")
 
 
+def pictures_of_80_steps(checkout: Checkout, clusters: Clusters) -> None:
+    """The job of the page with all its steps and few pictures, and the files of the page's own job with tiny ones."""
+    checkout.run("gcore prepare pictures")
+    few = "--set flow.groups_per_step=2 --set flow.samples_per_prompt=2 --set eval.limit=8"
+    spec = checkout.folder / "examples" / "pictures" / "flow_grpo.yaml"
+    checkout.run(f"gcore run {spec} --home {checkout.own_cluster} --plain --slots cpu:2 {few}")
+    page = ROOT / "docs" / "use" / "generated-pictures.md"
+    for language in ("python", "yaml"):
+        block = blocks(page, language)[0]
+        tiny = re.sub(r"(height|width): 512", r"\1: 8", block.text).replace("groups_per_step: 48", "groups_per_step: 2")
+        name = block.text.splitlines()[0].removeprefix("# ")
+        (checkout.folder / name).write_text(tiny.replace("samples_per_prompt: 24", "samples_per_prompt: 2"))
+    for name in ("model", "train.jsonl", "eval.jsonl"):
+        (checkout.folder / name).symlink_to(ROOT / ".cache" / "examples" / "pictures" / name)
+
+
 def cluster_in_the_checkout(checkout: Checkout, clusters: Clusters) -> None:
     """The home folder of the page's own cluster is the checkout's, with the run folder of `sorting`."""
     checkout.own_cluster = checkout.folder / ".gcore"
@@ -202,6 +218,7 @@ PREPARED: dict[str, Callable[[Checkout, Clusters], None]] = {
     "README.md": files_of_readme,
     "docs/operate/deploy.md": certificates_of_ada,
     "docs/operate/upgrade-and-backup.md": certificates,
+    "docs/use/generated-pictures.md": pictures_of_80_steps,
     "docs/use/judges.md": job_with_a_checkpoint,
     "docs/use/pictures.md": counting_example,
     "docs/use/plugins.md": package_mine,
@@ -211,6 +228,8 @@ PREPARED: dict[str, Callable[[Checkout, Clusters], None]] = {
 """What pages suppose to be there."""
 JOBS = {"docs/use/judges.md": "costly"}
 """What JOB stands for on a page, where it is not the ended job."""
+OWN_CLUSTER = ("docs/use/generated-pictures.md", "docs/use/troubleshooting.md", "examples/pictures/README.md")
+"""Pages of which all commands are called beside a cluster of their own."""
 SOME_TOKEN = "$(gcore token list -o json | python -c \"import json, sys; print(json.load(sys.stdin)[0]['id'])\")"
 """The id of a token, in the shell."""
 DRAWN_AT_RANDOM = ("docs/use/reading-a-run.md",)
@@ -250,7 +269,7 @@ def shown_here(command: Typed) -> tuple[str, ...]:
 
 def home_of(command: Typed, checkout: Checkout, clusters: Clusters) -> str:
     """The cluster on which a command runs: one of its own if the command starts it."""
-    if "--slots " in command.text or command.page == "docs/use/troubleshooting.md":
+    if "--slots " in command.text or command.page in OWN_CLUSTER:
         return str(checkout.own_cluster)
     if ON_A_RUNNING_JOB.search(command.text) and command.page not in JOBS:
         return clusters.emulated.home

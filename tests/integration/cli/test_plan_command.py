@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
+from large_pipelines import write_stable_diffusion_3_5_medium
 from warm_programs import COMMANDS
 
 from gcore.config import load_spec
@@ -91,6 +92,68 @@ def test_all_of_it_is_there_as_json(folder: Path) -> None:
     assert steps == sorted(steps)
     assert tree["start"]["placement"]["policy"] in ("colocated", "static")
     assert all(one["why"] and one["count"] for one in tree["misfits"])
+
+
+PICTURES = """\
+name: pictures
+model: {path: pipeline}
+data: {path: prompts.jsonl}
+flow: {name: mix_grpo, steps: 10, groups_per_step: 48, samples_per_prompt: 24}
+rollout: {batch_slots: 16, diffusion: {steps: 10, height: 512, width: 512, guidance: 4.5}}
+reward: {file: "rules.py:score"}
+train: {dtype: bf16, backend: deepspeed, micro_batch_tokens: 8192}
+"""
+
+
+@pytest.fixture
+def pictures(folder: Path) -> Path:
+    """A spec of a job that generates pictures, with its pipeline."""
+    write_stable_diffusion_3_5_medium(folder / "pipeline")
+    (folder / "pictures.yaml").write_text(PICTURES)
+    (folder / "rules.py").write_text("def score(prompt, response):\n    return 0.0\n")
+    return folder
+
+
+def test_a_job_that_generates_pictures_is_planned_by_the_sizes_of_its_pipeline(pictures: Path) -> None:
+    done = plan(pictures, spec="pictures.yaml")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (
+        "pictures of 512 x 512 pixels (1024 image tokens), 10 denoising steps with two passes each, of which 3 are trained"
+        in done.stdout
+    )
+    assert "7,907,612,003" in done.stdout, "an engine has text encoders and VAE too"
+    assert "2,243,171,520" in done.stdout, "a rank has the network"
+    tree = json.loads(plan(pictures, "-o", "json", spec="pictures.yaml").stdout)
+    assert tree["lengths"]["denoising_steps"] == 10
+    assert tree["models"][0]["cache_gib"] == 0
+    assert tree["placements"][0]["cache_tokens"] == {}
+    section = yaml.safe_load(plan(pictures, "-o", "yaml", spec="pictures.yaml").stdout)
+    assert section["placement"]["policy"] in ("colocated", "static")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--response-tokens", "9"), "a picture has no tokens, and its denoising steps are those of the spec"),
+        (("--set", "rollout.diffusion.height=513"), "its sides must be multiples of 16 pixels"),
+        (("--set", "model.path=model"), "model_index.json: cannot read a file of the pipeline"),
+    ],
+)
+def test_plans_of_pictures_that_cannot_be_computed_are_refused_in_a_sentence(
+    words: tuple[str, ...], said: str, pictures: Path
+) -> None:
+    done = plan(pictures, *words, spec="pictures.yaml")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert said in done.stderr
+
+
+def test_a_pipeline_whose_weights_are_elsewhere_is_refused_by_the_part(pictures: Path) -> None:
+    next((pictures / "pipeline" / "transformer").glob("*.safetensors")).unlink()
+    done = plan(pictures, spec="pictures.yaml")
+    assert done.returncode == 2
+    assert (
+        "the size of the network that denoises is not known, because the weights are not on this machine" in done.stderr
+    )
 
 
 def test_printed_yaml_can_be_pasted_and_gives_the_same_plan(folder: Path) -> None:

@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 from chaos_cluster import ChaosCluster, Shape
-from chaos_run import prepare, spec_file
+from chaos_run import prepare, prepare_pipeline, spec_file
 from cluster_run import gcore
 
 from controllers.api.run_reader import audit_of_folder
 from controllers.cli.local import home_processes
 from gcore.ledger import archive as store_copy
 from gcore.ledger.records.job import JobPhase
-from gcore.models.layout import checkpoints_in, verify_checkpoint
+from gcore.models.layout import AVERAGE_FOLDER, SERVED_FOLDER, checkpoints_in, verify_checkpoint
 from gcore.models.replicas import MEMORY, home_folder
 from gcore.system.process import send_signal, wait_process_ended
 
@@ -93,6 +93,29 @@ async def test_a_node_that_is_lost_with_its_folder_costs_nothing_that_the_store_
         assert checkpoints_in(own)
         for checkpoint in checkpoints_in(own).values():
             verify_checkpoint(checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("flow", "inner", "sets"),
+    [("diffusion_nft", SERVED_FOLDER, ()), ("flow_grpo", AVERAGE_FOLDER, ("train.diffusion.ema_decay=0.5",))],
+)
+async def test_networks_that_follow_the_trained_one_are_copied_too(
+    folder: Path, flow: str, inner: str, sets: tuple[str, ...]
+) -> None:
+    prepare_pipeline(folder)
+    async with ChaosCluster.running(folder / "cluster", Shape(nodes=2, apart=True), random.Random(flow)) as cluster:
+        await cluster.submit(spec_file(folder, STEPS, generates=flow), *APART, *sets)
+        await cluster.until("a registered checkpoint", lambda: named(cluster) >= 3, 240.0)
+        step = named(cluster)
+        wipe(cluster, "node-0")
+        await cluster.until("end of the job", lambda: cluster.ended, 300.0)
+        check_ended(cluster, STEPS, step)
+        assert await cluster.audit() == []
+        kept = checkpoints_in(run_of(cluster, "node-1"))
+        assert kept
+        for checkpoint in kept.values():
+            verify_checkpoint(checkpoint)
+            assert list((checkpoint / inner).glob("*.safetensors"))
 
 
 async def test_when_all_was_killed_the_job_goes_on_from_the_folders_that_are_left(folder: Path) -> None:

@@ -10,14 +10,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from cluster_run import ClusterRun, gcore, processes_of
 from emulated_job import write_emulated_job
 
 from gcore.engines.emulated.launch import SAID
+from gcore.testing.pipelines import write_pipeline
 
 pytestmark = [pytest.mark.serial, pytest.mark.chaos, pytest.mark.timeout(300)]
 
 STEPS = 6
+RULES = """\
+from PIL import Image
+
+
+def score(response, entry):
+    return float(Image.open(response.picture).height)
+"""
 
 
 @pytest.fixture
@@ -54,14 +63,19 @@ def stand_ins(home: Path) -> dict[str, int]:
     return found
 
 
+def check_no_torch(home: Path) -> None:
+    """No process of the home has loaded torch."""
+    for pid in processes_of(home):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            assert "libtorch" not in Path(f"/proc/{pid}/maps").read_text()
+
+
 def test_a_run_on_emulated_slots_is_clean_says_what_it_is_and_loads_no_torch(spec: Path, tmp_path: Path) -> None:
     home = tmp_path / "home"
     run = ClusterRun(spec, home, "--slots", "emulated:8")
     try:
         run.until_step(2)
-        for pid in processes_of(home):
-            with contextlib.suppress(OSError):  # it has ended meanwhile
-                assert "libtorch" not in Path(f"/proc/{pid}/maps").read_text()
+        check_no_torch(home)
         assert len(kinds_of(home, "gcore.emulated.host")) == 2
         listed = gcore("list", "--home", str(home), "-o", "json").stdout
         assert SAID in listed
@@ -77,6 +91,37 @@ def test_a_run_on_emulated_slots_is_clean_says_what_it_is_and_loads_no_torch(spe
     trained = [line["metrics"] for line in steps if line["kind"] == "step"]
     assert len(trained) == STEPS
     assert all(metrics["emulated"] == 1.0 and "loss" not in metrics for metrics in trained)
+
+
+@pytest.mark.parametrize(
+    ("flow", "diffusion"),
+    [
+        ("mix_grpo", {"steps": 6, "window": {"size": 2, "strategy": "progressive", "stay": 2}}),
+        ("diffusion_nft", {"steps": 6, "trained_share": 0.5}),
+    ],
+)
+def test_a_run_generates_pictures_whose_arrays_ranks_get_through_blob_stores(
+    flow: str, diffusion: dict[str, Any], spec: Path, tmp_path: Path
+) -> None:
+    write_pipeline(tmp_path / "pipeline")
+    (tmp_path / "rules.py").write_text(RULES)
+    job = yaml.safe_load(spec.read_text()) | {"model": {"path": "pipeline"}, "reward": {"file": "rules.py:score"}}
+    job |= {"flow": job["flow"] | {"name": flow}, "rollout": {"diffusion": diffusion}}
+    spec.write_text(yaml.safe_dump(job))
+    home = tmp_path / "home"
+    run = ClusterRun(spec, home, "--slots", "emulated:4")
+    try:
+        run.until_step(2)
+        check_no_torch(home)
+        run.kill_worker("train", child=True)
+        ended = run.wait()
+    finally:
+        run.close()
+    assert ended.code == 0, ended.output
+    assert (ended.summary["audit"], ended.summary["steps"]) == ("clean", STEPS)
+    (folder,) = (home / "runs").glob("emulated-*")
+    steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert all(line["metrics"]["reward"] == 16 for line in steps if line["kind"] == "step"), "each was a PNG file"
 
 
 def test_a_node_whose_emulated_engines_and_rank_are_killed_goes_on(spec: Path, tmp_path: Path) -> None:

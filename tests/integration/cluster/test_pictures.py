@@ -192,6 +192,7 @@ def test_responses_with_pictures_of_a_tool_are_trained_and_evaluated(spec: Path,
     assert sum(one["kind"] == "step" for one in lines) == 2
 
 
+@pytest.mark.chaos
 def test_a_run_with_pictures_survives_kills_of_a_controller_a_rank_and_a_store(spec: Path, tmp_path: Path) -> None:
     home = tmp_path / "home"
     run = ClusterRun(spec, home)

@@ -11,13 +11,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from cluster_run import ClusterRun, processes_of
 from sglang_worker import LONG_S, check_ended, children_of
 
 from gcore.system.process import identify_process
+from gcore.testing.pipelines import Family, write_pipeline
 
 pytestmark = [pytest.mark.sglang, pytest.mark.serial, pytest.mark.timeout(1800)]
 
+RED = """
+from PIL import Image
+
+def red(response, fields):
+    with Image.open(response.picture) as picture:
+        return picture.resize((1, 1), Image.Resampling.BOX).getpixel((0, 0))[0] / 255
+"""
 SGLANG = ["--set", "rollout.engine=sglang"]
 LONG_RUN_S = 1500.0
 
@@ -44,6 +53,39 @@ def sglang_pids(home: Path) -> list[int]:
         seen.update(new)
         pids += new
     return found
+
+
+@pytest.mark.parametrize(("flow", "family"), [("flow_grpo", "qwen_image"), ("diffusion_nft", "sd3")])
+def test_two_controllers_train_pictures_with_two_diffusion_servers(tmp_path: Path, flow: str, family: Family) -> None:
+    write_pipeline(tmp_path / "model", family, whole=True)
+    (tmp_path / "rule.py").write_text(RED)
+    prompts = [json.dumps({"prompt": f"a {colour} square"}) for colour in ("red", "green", "blue")]
+    (tmp_path / "train.jsonl").write_text("\n".join(prompts * 8))
+    side = 32 if family == "sd3" else 16
+    tree = {
+        "name": "pictures",
+        "model": {"path": "model"},
+        "data": {"path": "train.jsonl", "shards": 4},
+        "flow": {"name": flow, "steps": 3, "groups_per_step": 4, "samples_per_prompt": 2},
+        "rollout": {"engine": "sglang-diffusion", "diffusion": {"steps": 4, "height": side, "width": side}},
+        "reward": {"file": "rule.py:red"},
+        "train": {"learning_rate": 1.0e-3},
+        "eval": {"path": "train.jsonl", "limit": 3, "every": 3},
+    }
+    path = tmp_path / "spec.yaml"
+    path.write_text(yaml.safe_dump(tree))
+    run = ClusterRun(path, tmp_path / "home", patience_s=LONG_RUN_S)
+    try:
+        outcome = run.wait()
+    finally:
+        run.close()
+    assert outcome.code == 0, outcome.output
+    assert outcome.summary["audit"] == "clean"
+    assert outcome.summary["steps"] == 3
+    steps = events_of(tmp_path / "home", "step")
+    assert all(step["data"]["stats"]["grad_norm"] > 0 for step in steps)
+    if flow == "flow_grpo":
+        assert max(step["data"]["stats"]["mismatch_max"] for step in steps) < 1e-4
 
 
 def test_two_controllers_train_with_two_servers_whose_log_probabilities_are_the_trainers(

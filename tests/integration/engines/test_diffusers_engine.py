@@ -14,7 +14,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from gcore.api.tls import PLAIN
-from gcore.errors import EngineError
+from gcore.errors import EngineError, EngineUnreachable
 from gcore.media.client import BlobClient, open_blob_http
 from gcore.models.diffusion.networks import load_network, unpack_conditions
 from gcore.models.diffusion.schedule import NoiseSchedule
@@ -25,6 +25,7 @@ from gcore.types import DenoisingTrajectory, Version
 
 DIFFUSERS = (sys.executable, "-m", "gcore.engines.diffusers")
 GUIDANCE = 2.0
+BOUND = 64 << 20
 SAMPLING = SamplingParams(1.0, 1)
 
 
@@ -35,7 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoreProcess]:
-    process = StoreProcess("n1", tmp_path_factory.mktemp("store"))
+    process = StoreProcess("n1", tmp_path_factory.mktemp("store"), bound_bytes=BOUND)
     yield process
     process.kill()
 
@@ -91,6 +92,23 @@ async def test_pictures_come_as_blobs_and_their_replay_has_the_same_log_probabil
                 velocity = network.predict(before, level, [condition], [negative])
                 found = schedule.step("sde", before, velocity, output.sigmas, step, 0.7).log_prob(after)
                 assert found.item() == pytest.approx(output.logprobs[place], abs=1e-5)
+
+
+async def test_arrays_use_up_the_room_that_is_reserved_for_the_request(
+    client: EngineClient, store: StoreProcess
+) -> None:
+    async with open_blob_http(PLAIN) as http:
+        blobs = BlobClient(store.address, "job", key_of("job"), http)
+        assert await blobs.reserve("me", 1 << 20, 60.0)
+        for holder, size, least in (("others", BOUND, 1 << 18), ("more", 1 << 18, 1 << 10)):  # no 1 KiB stays free
+            while size and not await blobs.reserve(holder, size, 60.0):
+                size -= least
+        with pytest.raises(EngineUnreachable, match="no room for"):  # not a refusal: the prompt waits
+            await client.generate_each([()], params(), seeds=(40,), rid="nobody")
+        (sample,) = await client.generate_each([()], params(blob_holder="me"), seeds=(40,), rid="me")
+        assert sample.finish_reason == "stop"
+        for holder in ("me", "others", "more"):
+            await blobs.reserve(holder, 0, 60.0)
 
 
 async def test_weights_of_a_folder_are_served_and_named(client: EngineClient, folder: Path, tmp_path: Path) -> None:

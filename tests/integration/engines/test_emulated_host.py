@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import os
 import signal
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,14 @@ from controllers.inference.continuation import FEWEST
 from controllers.inference.pool import EnginePool
 from gcore.engines.emulated.law import TimingModel
 from gcore.errors import EngineError, EngineUnreachable
+from gcore.media.pictures import inspect_picture
+from gcore.rollout.api import DenoisingParams
 from gcore.rollout.client import EngineClient, ProgressCallback, SamplingParams
 from gcore.store import keys
 from gcore.store.types import Delete
+from gcore.testing.pipelines import write_pipeline
 from gcore.testing.vision_models import IMAGE, VISION_END, VISION_START, make_picture, make_tiny_vision_model
-from gcore.types import Sample, Version
+from gcore.types import DenoisingTrajectory, Sample, Version
 
 FAST = TimingModel(speedup=200.0)
 SLOW = TimingModel(speedup=1.0, decode_s=60.0, load_s=0.0, publish_s=0.01)
@@ -103,6 +107,65 @@ async def test_responses_come_with_blobs_of_random_bytes_in_the_store_of_the_nod
                     await scene.clients[0].generate_each([(3, 4)], PARAMS, seeds=(1,), rid="b", growing=growing)
     finally:
         store.kill()
+
+
+async def test_pictures_come_with_arrays_of_the_sizes_of_real_ones(tmp_path: Path) -> None:
+    store = StoreProcess("node-0", tmp_path / "blobs")
+    pipeline = write_pipeline(tmp_path / "sd3")
+    access = {"blob_store": store.address, "blob_key": key_of("job"), "guidance": 2.0, "height": 16, "width": 16}
+    asked = DenoisingParams("a red square", 5, 16, 16, guidance=2.0, random_steps=(1, 2, 3), kept_steps=(1, 3))
+    params = SamplingParams(1.0, 1, denoising=asked)
+    try:
+        async with hosting(pipeline, FAST, engines=2, **access) as scene:
+            one, other = scene.clients
+            first, second = await one.generate_each([(), ()], params, seeds=(1, 2), rid="a")
+            assert (first, second) == await other.generate_each([(), ()], params, seeds=(1, 2), rid="a")
+            output = first.output
+            assert isinstance(output, DenoisingTrajectory)
+            assert (output.steps, output.sigmas[0], output.sigmas[-1]) == ((1, 3), 1.0, 0.0)
+            assert [(span.version, span.start, span.end) for span in output.spans] == [(Version(0, 0), 0, 2)]
+            media = {medium.kind: medium for medium in output.media}
+            assert media["trajectory"].shape == (4, 3, 16, 16)
+            assert media["trajectory"].size == 4 * 4 * 3 * 16 * 16
+            assert media["decoded"].shape == (16, 16, 3)
+            facts = inspect_picture(store.path(media["decoded"].sha256))
+            assert (facts.height, facts.width) == (16, 16)
+            other_media = {medium.kind: medium for medium in second.media}
+            assert media["embeds"] == other_media["embeds"], "pictures of one prompt share its embeddings"
+            assert media["trajectory"].sha256 != other_media["trajectory"].sha256
+            ode = replace(params, denoising=replace(asked, kind="ode", random_steps=None, kept_steps=None))
+            (finished,) = await one.generate_each([()], ode, seeds=(3,), rid="b")
+            assert (finished.output.steps, finished.media[0].shape) == ((), (1, 3, 16, 16))  # type: ignore[union-attr]
+            with pytest.raises(EngineError, match="generates pictures"):
+                await one.generate((3, 4), PARAMS, seeds=(1,), rid="c")
+            wrong = replace(params, denoising=replace(asked, guidance=1.0))
+            with pytest.raises(EngineError, match=r"guidance_scale is 1.0"):
+                await one.generate_each([()], wrong, seeds=(4,), rid="d")
+    finally:
+        store.kill()
+
+
+async def test_pictures_take_the_time_of_their_denoising_steps_and_begin_again_after_a_pause(tmp_path: Path) -> None:
+    law = SLOW.model_copy(
+        update={"denoise_s": 0.05, "denoise_per_token_s": 0.001, "picture_s": 0.2, "event_noise": 0.0}
+    )
+    law = law.model_copy(update={"replica_noise": 0.0})
+    asked = DenoisingParams("a red square", 10, 16, 16)
+    params = SamplingParams(1.0, 1, denoising=asked)
+    async with hosting(write_pipeline(tmp_path / "sd3"), law) as scene:
+        (client,) = scene.clients
+        began = time.monotonic()
+        with pytest.raises(EngineError, match="sha256"):  # without a store, arrays are in the answer
+            await client.generate_each([(), ()], params, seeds=(1, 2), rid="a")
+        # 10 steps of two pictures of 16 image tokens, and decoding of both.
+        assert 1.1 <= time.monotonic() - began - 10 * 2 * 0.016 + 0.3 < 2.5
+        running = asyncio.create_task(client.generate_each([()], params, seeds=(3,), rid="b"))
+        await until(client, running=1)
+        await client.pause("retract")
+        await until(client, running=0, waiting=1)
+        await client.resume()
+        with pytest.raises(EngineError, match="sha256"):
+            await running
 
 
 SHORT = (VISION_START, IMAGE, VISION_END, 7)

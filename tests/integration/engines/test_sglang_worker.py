@@ -10,8 +10,10 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +94,25 @@ def test_a_server_that_calls_its_weights_otherwise_is_corrected_before_it_is_reg
     worker = fake.worker
     address = worker.hear("serving")["address"]
     assert httpx.get(f"http://{address}/model_info", trust_env=False).json() == {"weight_version": "2.7"}
+
+
+def test_a_server_of_another_process_on_its_port_is_not_taken_for_its_own(start: Callable[..., Fake]) -> None:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("content-length", "0")
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            return None
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        fake = start("--fake-load-for-ever", port=server.server_port)
+        expected = f"another process took port {server.server_port} before SGLang's server could listen on it"
+        assert expected in fake.worker.hear("failed")["reason"]
+        assert fake.worker.process.wait(LONG_S) != 0
+        server.shutdown()
 
 
 def test_told_to_stop_it_ends_with_everything_the_server_started(start: Callable[..., Fake]) -> None:

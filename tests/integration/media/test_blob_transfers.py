@@ -178,6 +178,17 @@ async def test_transfers_use_up_the_room_that_is_reserved_for_them(start: Start,
     assert found.present == {BLOB.sha256}
 
 
+async def test_a_fetch_uses_up_the_room_that_is_reserved_for_its_holder(start: Start, http: BlobHttp) -> None:
+    source, target = start("n1"), start("n2", bound_bytes=len(DATA) + MIB)
+    await source.client(http).put_bytes(DATA)
+    target.set_nodes(source)
+    client = target.client(http)
+    assert await client.reserve("i", len(DATA) + MIB, 60.0)
+    with pytest.raises(StoreFull):
+        await client.fetch([BLOB], ["n1"])
+    assert (await client.fetch([BLOB], ["n1"], holder="i")).present == {BLOB.sha256}
+
+
 async def test_a_fetch_reports_nodes_that_do_not_answer_and_a_dropped_job_ends_it(start: Start, http: BlobHttp) -> None:
     gone, target = start("n1"), start("n2")
     target.set_nodes(gone)

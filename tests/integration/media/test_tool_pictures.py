@@ -24,7 +24,7 @@ from gcore.media.client import BlobHttp, read_counters
 from gcore.media.placeholders import PictureRule
 from gcore.models.vision import PictureProcessor, media_token_ids, picture_arguments
 from gcore.reward.api import RewardError
-from gcore.reward.judges.template import tool_pictures
+from gcore.reward.judges.template import response_pictures
 from gcore.rollout.api import PicturesUnavailable, SamplingParams
 from gcore.rollout.client import EngineClient
 from gcore.rollout.environments.api import PICTURE, Done, Observation, Setting, Turn
@@ -155,8 +155,8 @@ async def test_a_response_with_pictures_of_a_tool_continues_at_the_engine_of_ano
     other.set_nodes(own)
     prompt = make_prompt(model, tmp_path)
     stores: Any = TwoStores(own, other, http)
-    media = JobMedia(stores, JOB, "n1.1", lambda: {REF}, frozenset, ChangeSignal(), str, SystemClock(), 10**7)
-    assert await media.reserve(prompt)
+    media = JobMedia(stores, JOB, "n1.1", lambda: {REF}, frozenset, ChangeSignal(), str, SystemClock())
+    assert await media.reserve(prompt, 10**7)
     with (
         engine_process(model, TORCH, batch_slots=2, blobs=str(own.folder / JOB)) as here,
         engine_process(model, TORCH, batch_slots=2, blobs=str(other.folder / JOB)) as away,
@@ -226,7 +226,7 @@ async def test_pictures_of_tools_that_this_nodes_store_has_lost_are_scored_from_
                 small.sha256,
                 large.sha256,
             ]
-            (seen,) = [one for one in tool_pictures(response) if one.sha256 == small.sha256]
+            (seen,) = [one for one in response_pictures(response) if one.sha256 == small.sha256]
             async with media.in_use((seen, seen._replace(target_height=32, target_width=32))) as shown:
                 assert shown[0] == small
                 assert shown[1].shape == (32, 32, 3), "a judge may see it in another size"

@@ -19,8 +19,10 @@ from hub_server import FakeHub, serve_hub
 
 from controllers.job.preparation import fetch_model
 from gcore.config.spec import ModelSpec
+from gcore.models.diffusion.files import check_parts
 from gcore.models.hubs import HubOffline, HubUnreachable, HuggingFace, ModelError, ModelScope
 from gcore.models.resolve import ask_hub, resolve_model
+from gcore.testing.pipelines import write_pipeline
 
 WEIGHTS = os.urandom(300_000)
 TINY: dict[str, bytes] = {
@@ -88,6 +90,24 @@ def test_only_what_is_needed_is_fetched_and_it_is_what_the_hub_has(served: FakeH
     assert found.remote_code == ()
     assert names(found.folder) == NEEDED
     assert (found.folder / "model.safetensors").read_bytes() == WEIGHTS
+
+
+def test_a_pipeline_is_fetched_with_all_parts_in_one_precision(served: FakeHub, tmp_path: Path) -> None:
+    folder = write_pipeline(tmp_path / "sd3")
+    files = {name: (folder / name).read_bytes() for name in names(folder)}
+    half = "transformer/diffusion_pytorch_model.fp16.safetensors"
+    commit = served.add(
+        "own/pictures", files | {half: b"half", "sd3.safetensors": b"all in one", "README.md": b"words"}
+    )
+    hub = on(served, tmp_path)
+    early = resolve_model("hf://own/pictures", hub=hub, weights=False).folder
+    assert not list(early.rglob("*.safetensors"))
+    check_parts(early, weights=False)
+    found = resolve_model("hf://own/pictures", hub=hub).folder
+    assert names(found) == sorted(files)
+    check_parts(found)
+    served.repos.clear()
+    assert resolve_model("hf://own/pictures", hub=hub, revision=commit).folder == found, "the cache is complete"
 
 
 def test_a_sharded_model_is_fetched_by_its_index(served: FakeHub, tmp_path: Path) -> None:

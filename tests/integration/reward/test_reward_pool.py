@@ -64,6 +64,8 @@ def score(response, fields, spec):
         return RewardResult(sum(len(path.read_bytes()) for path in response.pictures), (("count", len(response.files)),))
     if word == "shown":
         return RewardResult(sum(len(path.read_bytes()) for path in response.tool_pictures), (("prompt", len(response.pictures)),))
+    if word == "" and response.picture_file is not None:
+        return RewardResult(len(response.picture.read_bytes()), (("tokens", response.tokens is None),))
     if word == "tokens":
         return RewardResult(response.tokens, (("truncated", response.truncated),))
     return RewardResult(len(response) + fields.get("bonus", 0), (("letters", len(response)),))
@@ -159,6 +161,18 @@ async def test_a_reward_opens_the_pictures_that_tools_returned_in_its_response(o
         )
         assert isinstance(results[3], RewardError)
         assert results[3].what == "a picture of a tool has other bytes than its SHA-256 says"
+
+
+async def test_a_reward_opens_the_picture_that_the_policy_generated(opened: Opened, tmp_path: Path) -> None:
+    path = tmp_path / "picture"
+    path.write_bytes(b"pixels")
+    good, changed = (str(path), hashlib.sha256(b"pixels").hexdigest(), 8, 16), (str(path), "ab" * 32, 8, 16)
+    async with opened() as pool:
+        given = [Response("", picture_file=one) for one in (good, changed)]
+        found, damaged = await pool.score(pool.spec, {}, given)  # type: ignore[attr-defined]
+        assert found == RewardResult(6.0, (("tokens", 1.0),))
+        assert isinstance(damaged, RewardError)
+        assert damaged.what == "a picture of the policy has other bytes than its SHA-256 says"
 
 
 async def test_timed_out_reward_has_the_configured_value_and_a_part_that_says_so(opened: Opened) -> None:

@@ -286,7 +286,9 @@ class Rank:
             other: Any = load_module(self.folder / "reference", torch.float32)
             if launch.spec.train.packing == "packed":
                 other.set_attn_implementation(NAME)
-            models = RankModels(models.policy, Reference(other, launch.spec.train, self.world.device), models.critic)
+            models = RankModels(
+                models.policy, Reference(other, launch.spec.train, models.policy.feeding), models.critic
+            )
         saver = CheckpointWriter(launch, models.policy, models.critic)
         self.writers.append(saver.writer)
         publisher = FolderPublisher(launch, models.policy, saver.writer, saver.insisting, self.world.max)

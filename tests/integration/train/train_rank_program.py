@@ -512,7 +512,7 @@ def rank_process(folder: Path, rank: int, size: int) -> None:
             other: Any = load_module(folder / "reference", torch.float32)
             if train.packing == "packed":
                 other.set_attn_implementation(NAME)
-            models = RankModels(models.policy, Reference(other, train, world.device))
+            models = RankModels(models.policy, Reference(other, train, models.policy.feeding))
         if name.startswith(("recompute-", "half-")):
             made_policies[name] = models.policy
         saver = CheckpointWriter(launch, models.policy)

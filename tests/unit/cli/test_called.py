@@ -8,12 +8,15 @@ import sys
 from pathlib import Path
 
 import pytest
+from builders import SPEC
 from typer.testing import CliRunner
 
 from controllers.cli.local import check_gpus, check_timing_model, count_gpus
 from controllers.cli.main import app
 from controllers.cli.output import prepare_hint
 from controllers.cli.terminal import program_name, with_program_name
+from gcore.config.data import EvalSpec
+from gcore.config.reward import RewardSpec
 from gcore.engines.emulated.launch import LAW_FILE
 from gcore.engines.emulated.law import read_timing_model
 from gcore.errors import GcoreError, UsageError
@@ -68,6 +71,17 @@ def test_the_demonstration_calls_the_script_so_that_what_it_tells_to_type_works(
     assert (script.name, script.parent) == ("gcore", Path(sys.executable).parent)
     assert script.exists()
     assert demo["best_constant"](["1", "0", "1", "2"]) == ("1", 0.5)
+
+
+def test_the_demonstration_says_nothing_about_constant_answers_to_prompts_without_answers(tmp_path: Path) -> None:
+    demo = runpy.run_path(str(Path(__file__).parents[3] / "examples" / "demo.py"))
+    (tmp_path / "eval.jsonl").write_text('{"prompt": "red northwest", "colour": "red"}\n')
+    (tmp_path / "answered.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    answered = "The best constant answer, '2', is right for 100.0% of the 1 held-out prompts."
+    for file, reward, said in (("eval", "length", ""), ("answered", "exact", answered)):
+        evaluated = EvalSpec(path=str(tmp_path / f"{file}.jsonl"))
+        spec = SPEC.model_copy(update={"eval": evaluated, "reward": RewardSpec(name=reward)})
+        assert demo["describe_best_constant"](spec, tmp_path) == said
 
 
 def test_gpus_are_counted_by_the_driver_s_device_files(tmp_path: Path) -> None:

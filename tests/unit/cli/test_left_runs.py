@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from controllers.api.run_reader import audit_of_folder, find_run
+from controllers.api.run_reader import audit_of_folder, events_of_folder, find_run
 from controllers.cli.commands.checkpoints import export
+from controllers.cli.view.state import ViewState
 from controllers.cli.view.summary import describe_finished_run
 from gcore.config import parse_spec
 from gcore.errors import StoreUnavailable, Unreachable
@@ -18,11 +19,13 @@ from gcore.ledger import archive as store_copy
 from gcore.ledger import chain, transactions
 from gcore.ledger.chain import ChainWriter
 from gcore.ledger.mirror import JobMirror
-from gcore.ledger.records.job import EnginePlace, JobPhase, JobRecord, JobStatus, Plan, RankPlace
+from gcore.ledger.records.chain import LogEntry
+from gcore.ledger.records.job import EnginePlace, Evaluation, JobPhase, JobRecord, JobStatus, Plan, RankPlace
 from gcore.models.layout import MANIFEST_FILE, CheckpointDamaged, Manifest, file_entry
 from gcore.store.keys import JobKeys
-from gcore.store.types import WatchBatch, WatchEvent
+from gcore.store.types import KeyListing, KeyValue, WatchBatch, WatchEvent
 from gcore.testing import FakeClock, MemoryCluster, MemoryStore
+from gcore.types import Version
 
 UID = "abc123"
 SPEC = parse_spec(
@@ -141,3 +144,28 @@ def test_a_damaged_copy_is_told_by_the_audit_and_is_no_missing_run(home: Path, n
     with pytest.raises(Unreachable):
         describe_finished_run(home, name, AWAY)
     assert find_run(home / "runs", "other") is None
+
+
+def evaluations_of_copy(run_dir: Path, versions: list[Version], *entries: LogEntry) -> list[tuple[int, int]]:
+    """Lineage and step of the evaluations that a view shows of a copy with these records."""
+    keys = JobKeys(UID)
+    job = JobRecord(uid=UID, name="j", spec=SPEC.model_dump(mode="json"), run_dir=str(run_dir), created=7.0, prompts=40)
+    records = {keys.evaluation(str(one)): Evaluation(version=one, accuracy=0.5, count=8).encode() for one in versions}
+    records |= {keys.job: job.encode()} | {keys.log(one.seq): one.encode() for one in entries}
+    kvs = tuple(KeyValue(key, value, 9, 9) for key, value in records.items())
+    store_copy.write_copy(run_dir, "n0.x", UID, KeyListing(kvs, 9))
+    state = ViewState()
+    for event in events_of_folder(run_dir):
+        state = state.apply(event)
+    return [(one.lineage, one.step) for one in state.evals]
+
+
+def test_evaluations_of_a_left_run_are_in_the_order_of_their_steps_and_complete(tmp_path: Path) -> None:
+    steps = list(range(0, 200, 5))
+    assert evaluations_of_copy(tmp_path, [Version(0, step) for step in steps]) == [(0, step) for step in steps]
+
+
+def test_evaluations_of_a_left_run_that_restarted_are_those_of_its_newest_branch(tmp_path: Path) -> None:
+    rollback = LogEntry(seq=9, parent=4, kind="rollback", lineage=1, step=10, world="v", nonce="n", reason="by hand")
+    before, after = [Version(0, step) for step in (0, 5, 10, 15, 20)], [Version(1, step) for step in (15, 20)]
+    assert evaluations_of_copy(tmp_path, [*before, *after], rollback) == [(0, 0), (0, 5), (0, 10), (1, 15), (1, 20)]

@@ -393,6 +393,34 @@ def test_a_finished_run_is_found_by_name_and_uid(tmp_path):
     assert find_summary(tmp_path, "other") is None
 
 
+def test_the_summary_of_generated_pictures_has_pictures_per_second_and_the_contact_sheet(tmp_path):
+    stats = {"tokens": 50, "samples": 64, "seconds": 2, "denoising_steps": 5}
+    state = ViewState().apply(JobEvent(1, 1.0, "step", data={"step": 1, "steps": 1, "stats": stats}))
+    job = dataclasses.replace(JOB, run_dir=str(tmp_path))
+    summary = summarize(state, job, AuditVerdict(), 1.0)
+    written = json.loads(summaries.write_summary(summary, tmp_path).read_text())
+    assert (written["tokens_per_second"], written["pictures_per_second"]) == (None, 32.0)
+    shown = summaries.summary_rows(summary)
+    assert shown["speed"] == "32.0 pictures/s"
+    assert "contact sheet" not in shown
+    (tmp_path / "contact_sheet.png").touch()
+    assert summaries.summary_rows(summary)["contact sheet"] == str(tmp_path / "contact_sheet.png")
+    assert list(summaries.next_commands(summary, "", "")) == [
+        "export the model",
+        "look at pictures",
+        "train longer",
+        "run again",
+    ]
+
+
+def test_a_described_job_that_generates_pictures_has_steps_and_no_length():
+    spec = '{"rollout": {"engine": "diffusers", "diffusion": {"steps": 10}}}'
+    job = pb.Job(uid="u1", name="colours", state=pb.JOB_STATE_RUNNING, spec_json=spec)
+    job.sources.add(name="data", trained=5, mean_reward=0.25, mean_length=4.5, truncated=0.0)
+    shown = job_rows(job_snapshot(job), 100.0)
+    assert shown["source data"] == "5 trained, 0 filtered, 0 failed; reward 0.250, denoising steps 4.5"
+
+
 def test_a_described_job_says_who_has_which_shards_and_what_is_waited_for():
     job = pb.Job(
         uid="u1", name="sums", state=pb.JOB_STATE_RUNNING, step=2, steps=9, spec_json='{"data": {"shards": 8}}'

@@ -163,6 +163,11 @@ def test_top_displays_the_newest_accounted_step_of_every_node() -> None:
     render_top(found)
 
 
+def test_top_counts_denoising_steps_of_engines_that_generate_pictures() -> None:
+    said = dict(top_rows(replace(top(a=line("a").book, b=line("b").book), pictures=True)))
+    assert said["rollout"] == "3.0 concurrent requests per engine, 320 denoising steps/s"
+
+
 def test_before_anything_is_booked_top_says_so() -> None:
     assert top_tree(top())["by_state"] == {}
     assert "idle" not in dict(top_rows(top()))

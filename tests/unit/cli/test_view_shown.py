@@ -101,6 +101,70 @@ def test_the_plain_view_is_one_line_for_each_event_and_answers_before_and_after(
     ]
 
 
+PICTURE_STATS = STATS | {"response_length": 5.0, "denoising_steps": 5.0, "pictures_per_second": 31.24}
+FILE = "/runs/colours-u/samples/evaluation-0-0/ab.png"
+
+
+def pictures(*rewards, prompt="red", **fields):
+    """Samples of an evaluation that are generated pictures."""
+    shown = {"sha256": "ab", "size": 9, "height": 8, "width": 8, "file": FILE}
+    return [
+        {"prompt": prompt, "response": "", "answer": "", "reward": reward, "correct": reward >= 1, "picture": shown}
+        | fields
+        for reward in rewards
+    ]
+
+
+def test_plain_lines_show_the_file_of_a_picture_and_steps_instead_of_tokens():
+    state = ViewState()
+    answers = [
+        *pictures(1.0, 0.25),
+        *pictures(0.0, answer="a red square"),
+        *pictures(0.0, picture={"sha256": "cd", "file": ""}),
+        *pictures(0.0, unscored="no judge"),
+    ]
+    lines = view_plain.event_lines(state, event(1, "eval", step=0, accuracy=0.25, count=4, samples=answers))
+    assert lines[1:] == (
+        f"  red → {FILE}  correct, reward 1",
+        f"  red → {FILE}  incorrect, reward 0.25",
+        f"  red → {FILE}  incorrect, reward 0, expected a red square",
+        "  red → sha256:cd  incorrect, reward 0",
+        f"  red → {FILE}  not scored: no judge",
+    )
+    (line,) = view_plain.event_lines(state, event(2, "step", step=1, steps=3, stats=PICTURE_STATS))
+    assert line.startswith("step 1/3 reward 0.620 accuracy - denoising steps 5 31.2 pictures/s generate 0.31s")
+    (line,) = view_plain.event_lines(state, event(2, "step", step=1, steps=3, stats={"denoising_steps": 4.5}))
+    assert line == "step 1/3 reward - accuracy - denoising steps 4.5"
+
+
+def test_an_incorrect_text_without_an_expected_answer_names_none():
+    answers = [{"prompt": "1+1=", "response": "3", "answer": "", "reward": 0.0}]
+    lines = view_plain.event_lines(ViewState(), event(1, "eval", step=0, accuracy=0.0, count=1, samples=answers))
+    assert lines[1] == "  1+1= → 3  incorrect"
+
+
+def test_the_live_view_shows_pictures_by_their_rewards_and_names_their_folder():
+    state = ViewState()
+    for one in (
+        event(1, "eval", step=0, accuracy=0.0, count=3, samples=pictures(0.0, 0.125, 0.0)),
+        event(2, "step", step=1, steps=2, stats=PICTURE_STATS | {"groups/a": 2.0, "groups/b": 2.0}),
+        event(3, "eval", step=1, accuracy=1.0, count=3, samples=pictures(1.0, 0.5, 1.0)),
+    ):
+        state = state.apply(one)
+    text = drawn(state)
+    rows = [line.strip("│ ").split() for line in text.splitlines() if " reward 0" in line and "red" in line]
+    # Equal prompts have different noise: each is compared with itself.
+    assert rows == [
+        ["red", "✗", "reward", "0", "✓", "reward", "1"],
+        ["red", "✗", "reward", "0.125", "✗", "reward", "0.5"],
+        ["red", "✗", "reward", "0", "✓", "reward", "1"],
+    ]
+    assert "pictures in /runs/colours-u/samples/evaluation-0-0" in text
+    assert "denoising steps 5   pictures/s 31.2" in text
+    for word in ("(empty)", "expected", "tokens", "length", "entropy"):
+        assert word not in text
+
+
 @pytest.mark.parametrize(("judged", "shown"), [(0.95, "95.0%"), (0.953, "95.3%"), (3.2, "3.200")])
 def test_judge_score_on_held_out_answers_is_displayed_beside_the_accuracy(judged, shown):
     metrics = {"pass@1": 0.95, "mean@1": 0.95, "part:judged": judged}
@@ -239,6 +303,11 @@ def test_on_eighty_columns_nothing_wraps_and_no_number_is_torn_from_its_name():
     rows = [line for line in text.splitlines() if "step 4/1000" in line or "generate" in line]
     assert len(rows) == 2
     assert ["rolled back" in rows[0], "weight sync" in rows[1]] == [True, True]
+
+
+def test_a_small_loss_is_not_shown_as_zero():
+    state = ViewState().apply(event(1, "step", step=1, steps=2, stats=STATS | {"loss": 5.2e-9, "seconds": 1.0}))
+    assert "loss 5.2e-09" in drawn(state, now=10.0, width=80)
 
 
 def test_the_live_view_says_what_is_waited_for_and_since_when():

@@ -16,8 +16,9 @@ from gcore.client.local import LocalCluster, LocalRun, _prepare
 from gcore.client.local import _line as progress_line
 from gcore.client.models import Job
 from gcore.errors import Unreachable, UsageError
+from gcore.ledger.records.job import KeptPicture
 from gcore.observability.events import JobEvent
-from gcore.observability.samples import KeptGroup, KeptSample, KeptText, write_samples
+from gcore.observability.samples import KeptGroup, KeptSample, KeptText, step_folder, write_samples
 from gcore.types import PromptRef, Version
 
 TREE: dict[str, Any] = {
@@ -234,8 +235,26 @@ def test_samples_are_plain_objects_of_the_newest_step_or_of_a_given_one(under_wa
     assert (newest.reward, newest.parts, newest.finish_reason) == (0.5, {"right": 1.0}, "stop")
     assert under_way.samples(1)[0].step == 1
     assert "2+2=" in under_way.samples()._repr_html_()
+    assert "picture" not in under_way.samples()._repr_html_()
     with pytest.raises(UsageError, match="step 7 has no samples"):
         under_way.samples(7)
+
+
+def test_a_sample_of_a_policy_that_generates_pictures_names_the_file(under_way: LocalRun) -> None:
+    there, gone = (KeptPicture(sha256=name * 32, size=8, height=8, width=8) for name in ("ab", "cd"))
+    samples = tuple(
+        KeptSample(response=KeptText(text=""), tokens=0, steps=4, reward=1.0, finish_reason="stop", picture=one)
+        for one in (there, gone)
+    )
+    group = KeptGroup(
+        ref=PromptRef(shard=0, data_epoch=0, seq=1), digest="d", source="data",
+        prompt=KeptText(text="red"), prompt_tokens=4, holder="a", samples=samples,
+    )  # fmt: skip
+    write_samples(under_way.folder, Version(0, 3), "a", [group])
+    file = step_folder(under_way.folder, Version(0, 3)) / f"{there.sha256}.png"
+    file.touch()
+    assert [one.picture for one in under_way.samples()] == [file, None]
+    assert str(file) in under_way.samples()._repr_html_()
 
 
 def test_a_line_of_progress_has_the_reward_and_no_control_codes() -> None:

@@ -8,7 +8,7 @@ from typing import Any, get_args
 import pytest
 
 from gcore.config import parse_spec
-from gcore.config.capabilities import BACKENDS, ENGINES, table
+from gcore.config.capabilities import BACKENDS, ENGINES, PICTURE_ENGINES, table
 from gcore.config.reward import JudgeServing
 from gcore.config.rollout import RolloutSpec
 from gcore.config.train import TrainSpec
@@ -19,7 +19,7 @@ BASIC: dict[str, Any] = {"name": "job", "model": {"path": "m"}, "data": {"path":
 
 def test_each_engine_and_backend_of_the_spec_is_described() -> None:
     assert set(get_args(RolloutSpec.model_fields["engine"].annotation)) == ENGINES.keys()
-    assert set(get_args(JudgeServing.model_fields["engine"].annotation)) == ENGINES.keys()
+    assert set(get_args(JudgeServing.model_fields["engine"].annotation)) == ENGINES.keys() - set(PICTURE_ENGINES)
     assert set(get_args(TrainSpec.model_fields["backend"].annotation)) == BACKENDS.keys()
     for known in (ENGINES, BACKENDS):
         assert all(len(row) == 1 + len(known) and all(row) for row in table(known))
@@ -28,7 +28,11 @@ def test_each_engine_and_backend_of_the_spec_is_described() -> None:
 @pytest.mark.parametrize(
     ("section", "fields", "said"),
     [
-        ("rollout", {"engine": "torch", "engine_args": ["-x"]}, "engine_args needs engine: sglang or vllm, not torch"),
+        (
+            "rollout",
+            {"engine": "torch", "engine_args": ["-x"]},
+            "engine_args needs engine: sglang, vllm or sglang-diffusion, not torch",
+        ),
         (
             "rollout",
             {"engine": "torch", "slots_per_engine": 2},
@@ -50,12 +54,12 @@ def test_each_engine_and_backend_of_the_spec_is_described() -> None:
         (
             "rollout",
             {"engine": "sglang"},
-            "train.lora.publish: adapter needs rollout.engine: torch or vllm or hf, not sglang",
+            "train.lora.publish: adapter needs rollout.engine: torch, vllm or hf, not sglang",
         ),
         (
             "data",
             {"images": "images"},
-            "data.images needs rollout.engine: torch or sglang or hf, not vllm",
+            "data.images needs rollout.engine: torch, sglang or hf, not vllm",
         ),
         ("train", {"offload_state": True}, "offload_state needs backend: fsdp2, not deepspeed"),
     ],

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from gcore.config.load import find_flow, new_spec, stored_spec
+from gcore.config.reward import RewardSpec
 from gcore.errors import SpecError
 from gcore.plugins import (
     PluginFault,
@@ -20,8 +21,10 @@ from gcore.plugins import (
     portable_reference,
     read_plugin_file,
     replace_plugin_files,
+    shown_name,
 )
 from gcore.reward import find_reward
+from gcore.reward.api import CheckedReward, RewardError
 from gcore.rollout.agents.api import find_agent
 from gcore.rollout.environments.api import find_tool
 
@@ -223,3 +226,14 @@ def test_only_references_are_replaced() -> None:
 def test_settings_of_plug_ins_and_templates_are_left_as_they_are() -> None:
     tree = {"data": {"template_variables": {"file": "a.py:b", "name": "c.py:d"}}, "reward": {"options": {"file": "x"}}}
     assert replace_plugin_files(tree, lambda file, _: "changed") == tree
+
+
+def test_messages_name_a_copied_file_without_the_folder_that_no_user_knows(tmp_path: Path) -> None:
+    copy = copied_file(tmp_path, b"x", "reward.py")
+    assert shown_name(f"{copy}:score") == "reward.py:score"
+    assert shown_name("/home/me/reward.py:score") == "/home/me/reward.py:score"
+    assert shown_name("exact") == "exact"
+    assert RewardSpec(name=f"{copy}:score").shown_as == "reward.py:score"
+    reward = CheckedReward(f"{copy}:score", lambda response, fields, spec: "much")
+    with pytest.raises(RewardError, match=r"^reward 'reward\.py:score' returned"):
+        reward("", {}, RewardSpec(name="exact"))

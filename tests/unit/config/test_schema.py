@@ -47,6 +47,8 @@ FILE = {"file": "own.py:score"}
         {"agent": FILE},
         {"flow": FILE | {"steps": 2}},
         {"data": {"sources": [{"name": "a", "path": "d", "reward": [FILE]}]}},
+        {"rollout": {"engine": "diffusers"}},
+        {"flow": {"name": "flow_grpo", "steps": 2}, "rollout": {"diffusion": {"steps": 4}}},
     ],
 )
 def test_short_forms_follow_the_schema(sections: dict[str, Any]) -> None:
@@ -65,6 +67,8 @@ def test_short_forms_follow_the_schema(sections: dict[str, Any]) -> None:
         {"agent": FILE | {"name": "a"}},
         {"data": {"path": "d"} | FILE},
         {"flow": {"step": 2}},
+        {"rollout": {}},
+        {"rollout": {"engine": "torch"}},
     ],
 )
 def test_other_keys_and_values_are_refused(sections: dict[str, Any]) -> None:

@@ -11,9 +11,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from gcore.config.diffusion import DenoisingTraining
+from gcore.config.train import TrainSpec
+from gcore.ledger.balance import SampleSlot
 from gcore.models.diffusion.steps import ddim_step, flow_step
 from gcore.models.diffusion.windows import WindowSchedule
-from gcore.train.algorithms.denoising import clipped_loss, denoising_advantages, nft_decay, nft_loss, nft_weights
+from gcore.train.algorithms.denoising import denoising_advantages, nft_loss, nft_weights, prediction_gap
+from gcore.train.denoising.objectives import DenoisingPolicy
+from gcore.train.denoising.rows import DenoisingBatch, DenoisingRows, StepScores
+from gcore.train.objectives import OtherScores, Targets
 
 CASES: dict[str, list[dict[str, Any]]] = json.loads(
     (Path(__file__).parents[2] / "data" / "diffusion" / "reference.json").read_text()
@@ -83,18 +89,42 @@ def test_advantages(case: dict[str, Any]) -> None:
     close(found, case["advantages"])
 
 
+def test_advantages_without_a_deviation_are_distances_from_the_mean() -> None:
+    groups = torch.tensor([0, 0, 1, 1])
+    found = denoising_advantages(f64([1.0, 3.0, 5.0, 5.0]), groups, std_of="none", ddof=0, epsilon=1.0, clip=0.5)
+    close(found, [-0.5, 0.5, 0.0, 0.0])
+
+
+def scores_of(log_prob: Tensor, values: Tensor, diffusion: float) -> StepScores:
+    """Scores of one step of each sample."""
+    each = torch.ones_like(log_prob.detach())
+    return StepScores(log_prob[:, None], torch.zeros_like(each)[:, None], values, 0.1 * each, diffusion * each, -each)
+
+
+def no_rows() -> DenoisingRows:
+    raise AssertionError("these losses read no states")
+
+
 @cases("loss_step")
 def test_the_clipped_loss_with_kl(case: dict[str, Any]) -> None:
     log_prob, mean = f64(case["log_prob"]).requires_grad_(), f64(case["mean"]).requires_grad_()
-    advantages = f64(case["advantages"]).clamp(-case["adv_clip_max"], case["adv_clip_max"])
-    policy = clipped_loss(log_prob, f64(case["old_log_prob"]), advantages, clip=case["clip_range"]).mean()
-    from gcore.models.diffusion.steps import DenoisingStep
+    advantages = f64(case["advantages"]).clamp(-case["adv_clip_max"], case["adv_clip_max"])[:, None]
+    count, old = len(log_prob), f64(case["old_log_prob"])[:, None]
+    mask = torch.ones(count, 1, dtype=torch.bool)
+    slots = tuple(SampleSlot(0, sample) for sample in range(count))
+    batch = DenoisingBatch(slots, mask, mask, old, count, count, no_rows)
+    scores = scores_of(log_prob, mean, case["std_dev_t"])
+    reference = scores_of(old.flatten(), f64(case["mean_ref"]), case["std_dev_t"])
+    targets = Targets(batch, advantages, old, None, mask, OtherScores(reference=reference))
 
-    kl = DenoisingStep(mean, 0.1, case["std_dev_t"]).kl(f64(case["mean_ref"])).mean()
-    loss = policy + case["beta"] * kl
+    def objective(beta: float) -> DenoisingPolicy:
+        train = TrainSpec(clip_low=case["clip_range"], clip_high=case["clip_range"], kl_coef=beta)
+        return DenoisingPolicy(train, 1.0, denoising=DenoisingTraining())
+
+    loss = objective(case["beta"]).loss(scores, targets) / count
     loss.backward()
-    close(policy.detach(), case["policy_loss"])
-    close(kl.detach(), case["kl"])
+    close(objective(0.0).loss(scores, targets).detach() / count, case["policy_loss"])
+    close(objective(0.0).metrics(scores, targets)["kl_reference"] / count, case["kl"])
     close(loss.detach(), case["loss"])
     close(log_prob.grad, case["d_loss_d_log_prob"])
     close(mean.grad, case["d_loss_d_mean"])
@@ -110,7 +140,6 @@ def test_diffusion_nft(case: dict[str, Any]) -> None:
     loss = nft_loss(
         velocity,
         f64(case["v_old"]),
-        f64(case["v_ref"]),
         (1 - t) * clean + t * f64(case["noise"]),
         clean,
         level,
@@ -118,17 +147,24 @@ def test_diffusion_nft(case: dict[str, Any]) -> None:
         beta=case["beta"],
         most=case["adv_clip_max"],
     )
-    total = loss.policy + case["kl_beta"] * loss.kl
+    gap = prediction_gap(velocity, f64(case["v_ref"]))
+    total = (loss + case["kl_beta"] * gap).mean()
     total.backward()
-    close(loss.policy.detach(), case["policy_loss"])
-    close(loss.kl.detach(), case["kl"])
+    close(loss.mean().detach(), case["policy_loss"])
+    close(gap.mean().detach(), case["kl"])
     close(total.detach(), case["total_loss"])
     close(velocity.grad, case["d_total_loss_d_v"])
 
 
 @cases("nft_old_decay")
 def test_decay_of_the_old_weights(case: dict[str, Any]) -> None:
-    assert nft_decay(case["step"], kind=case["decay_type"]) == pytest.approx(case["decay"])
+    average = (
+        {"rise": 0.0},
+        {"rise": 0.001, "most": 0.5},
+        {"rise": 0.0075, "most": 0.999, "after": 75},
+    )[case["decay_type"]]
+    training = DenoisingTraining.model_validate({"average": average})
+    assert training.kept_share(case["step"]) == pytest.approx(case["decay"])
 
 
 @cases("mix_window")
@@ -151,6 +187,35 @@ def test_no_window_is_empty(strategy: Any, roll_back: bool, stride: int | None) 
         assert 1 <= len(window) <= 4
         assert set(window) <= set(range(10))
         assert window == WindowSchedule(4, 10, 3, strategy, stride, roll_back).window(step)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "settings", "stays"),
+    [
+        # int(8·(1 - start/12) + 2·start/12) and ceil(8·exp(-0.5·max(0, start - 4))), as in MixGRPO's own code
+        ("decay", {}, [(0, 8), (4, 6), (8, 4)]),
+        ("decay", {"least_stay": 5}, [(0, 8), (4, 7), (8, 6)]),
+        ("decay", {"stride": 5}, [(0, 8), (5, 5), (10, 3)]),
+        ("exp_decay", {"decay_after": 4, "decay_rate": 0.5}, [(0, 8), (4, 8), (8, 2)]),
+        ("progressive", {"stride": 3, "start": 2}, [(2, 8), (5, 8), (8, 8), (11, 8)]),
+    ],
+)
+def test_a_window_stays_as_long_as_its_strategy_says(
+    strategy: Any, settings: dict[str, Any], stays: list[tuple[int, int]]
+) -> None:
+    expected = [start for start, stay in stays for _ in range(stay)]
+    rolled = WindowSchedule(4, 12, 8, strategy, **settings)
+    last = WindowSchedule(4, 12, 8, strategy, **settings, roll_back=False)
+    found = [rolled.window(step) for step in range(2 * len(expected))]
+    assert [window.start for window in found] == 2 * expected
+    assert all(window.stop == min(window.start + 4, 12) for window in found)
+    ends = expected + [expected[-1]] * len(expected)
+    assert [last.window(step).start for step in range(2 * len(expected))] == ends
+
+
+def test_a_window_whose_stay_decays_to_nothing_stays_for_one_step() -> None:
+    schedule = WindowSchedule(2, 6, 25, "exp_decay", start=2, decay_after=0, decay_rate=1e9)
+    assert [list(schedule.window(step)) for step in range(3)] == [[2, 3], [4, 5], [2, 3]]
 
 
 @pytest.mark.parametrize("wrong", [{"size": 0}, {"size": 11}, {"start": 10}, {"stay": 0}, {"stride": 0}])
@@ -197,7 +262,7 @@ def test_at_the_start_of_nft_the_gradient_is_not_zero() -> None:
     grads = {}
     for r in (0.5, 1.0, 0.0):
         velocity.grad = None
-        nft_loss(velocity, velocity.detach(), None, state, clean, level, f64([r]), beta=1.0, most=5.0).policy.backward()
+        nft_loss(velocity, velocity.detach(), state, clean, level, f64([r]), beta=1.0, most=5.0).sum().backward()
         assert velocity.grad is not None
         grads[r] = velocity.grad.clone()
     close(grads[0.5], torch.zeros(1, 4).tolist())

@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 import torch
 
-from gcore.engines.diffusers.core import DenoisingRequest, DenoisingResult, DiffusionCore
+from gcore.engines.diffusers.core import DiffusionCore
+from gcore.engines.serving.denoising import DenoisingRequest, DenoisingResult
 from gcore.errors import DataError
 from gcore.models.diffusion.networks import pack_conditions
 from gcore.models.diffusion.pipeline import ImagePipeline
 from gcore.testing.pipelines import write_pipeline
-from gcore.train.denoising import DenoisingRows, StepSettings, read_rows, score_rows
+from gcore.train.denoising.rows import DenoisingRows, StepSettings, read_rows, score_rows
 from gcore.train.rank.feed import TrainSample
 from gcore.types import Medium
 
@@ -38,7 +39,7 @@ def stored(folder: Path, kind: str, data: bytes, shape: tuple[int, ...], dtype: 
 
 @pytest.fixture
 def samples(pipeline: ImagePipeline, tmp_path: Path) -> list[TrainSample]:
-    shape = pipeline.state_shape(16, 16)
+    shape = pipeline.files.state_shape(16, 16)
     levels = [pipeline.levels(count, shape) for count in (4, 4, 6)]
     core = DiffusionCore(pipeline, slots=8, version="0.0")
     core.submit(
@@ -78,7 +79,7 @@ def every_row(samples: list[TrainSample], folder: Path) -> DenoisingRows:
 
 
 def predicted(pipeline: ImagePipeline, rows: DenoisingRows) -> torch.Tensor:
-    return pipeline.network.predict(rows.states, rows.noise, rows.conditions, rows.negatives)
+    return pipeline.network.predict(rows.states, rows.level, rows.conditions, rows.negatives)
 
 
 def test_rows_of_several_schedules_have_the_engines_log_probabilities(
@@ -88,8 +89,8 @@ def test_rows_of_several_schedules_have_the_engines_log_probabilities(
     scores = score_rows(predicted(pipeline, rows), rows, pipeline.schedule, SETTINGS)
     engines = np.concatenate([one.logprobs for one in samples])
     assert scores.logp.detach().numpy() == pytest.approx(engines, abs=1e-5)
-    assert scores.mean.shape == rows.states.shape
-    assert scores.kl(scores.mean, exact=True).detach().numpy() == pytest.approx(np.zeros(6))
+    assert scores.values.shape == rows.states.shape
+    assert scores.kl(scores.values, exact=True).detach().numpy() == pytest.approx(np.zeros(6))
 
 
 def test_a_part_of_the_rows_has_the_numbers_of_all_rows(
@@ -137,14 +138,15 @@ def test_kl_divergences_are_those_of_single_steps(
 ) -> None:
     rows = every_row(samples, tmp_path)
     scores = score_rows(predicted(pipeline, rows), rows, pipeline.schedule, SETTINGS)
-    reference = torch.randn(scores.mean.shape, generator=torch.Generator().manual_seed(0))
+    reference = torch.randn(scores.values.shape, generator=torch.Generator().manual_seed(0))
     for row in range(len(rows.steps)):
         alone = slice(row, row + 1)
         prediction = predicted(pipeline, rows)[alone]
         step = pipeline.schedule.step("sde", rows.states[alone], prediction, rows.levels[row], rows.steps[row], 0.7)
-        for exact in (True, False):
-            expected = step.kl(reference[alone], exact=exact).item()
-            assert scores.kl(reference, exact=exact)[row].item() == pytest.approx(expected, rel=1e-5)
+        squares = ((step.mean - reference[alone]) ** 2).mean().item()
+        for exact, spread in ((True, step.std), (False, step.diffusion)):
+            found = scores.kl(reference, exact=exact)[row].item()
+            assert found == pytest.approx(squares / (2 * spread**2), rel=1e-5)
 
 
 def test_states_in_lower_precision_or_of_other_steps_are_refused(samples: list[TrainSample], tmp_path: Path) -> None:

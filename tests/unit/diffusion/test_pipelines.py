@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import json
 import shutil
 from collections.abc import Callable
@@ -12,12 +14,15 @@ from typing import Any
 import pytest
 import torch
 
-from gcore.engines.diffusers.core import DenoisingOutput, DenoisingRequest, DiffusionCore, measure_slots
-from gcore.errors import DataError, EngineError
-from gcore.models.diffusion.networks import pipeline_parts
+from gcore.engines.diffusers import core
+from gcore.engines.diffusers.core import DiffusionCore, measure_slots
+from gcore.engines.serving.denoising import DenoisingOutput, DenoisingRequest
+from gcore.errors import DataError
+from gcore.models.diffusion.files import PipelineFiles
+from gcore.models.diffusion.networks import load_network_module, pack_conditions, unpack_conditions
 from gcore.models.diffusion.pipeline import ImagePipeline
 from gcore.models.diffusion.schedule import NoiseSchedule
-from gcore.models.diffusion.steps import kept_states
+from gcore.models.diffusion.windows import kept_states
 from gcore.testing.pipelines import FAMILIES, Family, write_pipeline
 
 GUIDANCE, SIDE, STEPS = 3.0, 16, 4
@@ -52,7 +57,7 @@ def load(folders: Callable[[Family], Path]) -> Load:
 
 
 def requests(pipeline: ImagePipeline, count: int = 3, **changed: Any) -> list[DenoisingRequest]:
-    shape = pipeline.state_shape(SIDE, SIDE)
+    shape = pipeline.files.state_shape(SIDE, SIDE)
     return [
         DenoisingRequest(
             number=number,
@@ -122,6 +127,42 @@ def test_a_replay_of_stored_states_gives_the_engines_log_probabilities(load: Loa
             assert torch.allclose(found, engines[rows], atol=tolerance, rtol=0)
 
 
+def test_dropout_of_a_network_does_not_change_a_replay(folders: Callable[[Family], Path], tmp_path: Path) -> None:
+    folder = shutil.copytree(folders("sd"), tmp_path / "sd")
+    config = folder / "unet/config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"dropout": 0.5}))
+    pipeline = ImagePipeline.load(folder, guidance=1.0, dtype=torch.float32, device="cpu")
+    condition, state = pipeline.condition(PROMPTS[0]), torch.ones(1, *pipeline.files.state_shape(SIDE, SIDE))
+    trained = type(pipeline.network)(load_network_module(folder, folder / "unet"), guidance=1.0)
+    drops = [part for part in trained.module.modules() if isinstance(part, torch.nn.Dropout)]
+    assert any(part.p == 0.5 for part in drops), "this network has dropout"
+    found = [
+        network.predict(state, torch.tensor([500.0]), [condition])
+        for network in (pipeline.network, pipeline.network, trained, trained)
+    ]
+    assert all(torch.equal(one, found[0]) for one in found)
+
+
+def test_prompts_of_other_lengths_are_replayed_with_the_embeddings_of_their_engine_without_padding(load: Load) -> None:
+    pipeline = load("qwen_image")
+    texts = ("red", "a large red square beside a small blue circle", "a red square")
+    tasks = [replace(one, text=text) for one, text in zip(requests(pipeline), texts, strict=True)]
+    results = denoised(DiffusionCore(pipeline, slots=4, version="0.0"), tasks)
+    widths = set()
+    for task in tasks:
+        result = results[task.number].result
+        assert result is not None
+        condition, negative = unpack_conditions(pack_conditions(result.condition, result.negative))
+        assert negative is not None
+        assert "mask" not in condition, "nothing is padded"
+        widths.add(condition["embeds"].shape[1])
+        levels = torch.tensor([task.levels[0]])
+        predicted = pipeline.network.predict(result.states[:1], levels, [condition], [negative])
+        moved = pipeline.schedule.step("sde", result.states[:1], predicted, task.levels, 0, 0.7)
+        assert moved.log_prob(result.states[1:2]).item() == pytest.approx(result.logprobs[0], abs=1e-5)
+    assert len(widths) == 3
+
+
 def test_a_sample_does_not_depend_on_the_samples_beside_it(load: Load) -> None:
     pipeline = load("sd3")
     tasks = requests(pipeline, 5)
@@ -152,6 +193,35 @@ def test_noise_of_steps_and_of_the_initial_state_have_seeds_of_their_own(load: L
     assert torch.equal(first.states[0], second.states[0])
     assert not torch.equal(first.states[1], second.states[1])
     assert not torch.equal(first.states[0], third.states[0])
+
+
+def test_the_first_step_does_not_repeat_the_noise_of_the_initial_state(load: Load) -> None:
+    pipeline = load("sd3", 1.0)
+    result = denoised(DiffusionCore(pipeline, slots=1, version="0.0"), requests(pipeline, 1, seed=5, noise_seed=5))[
+        0
+    ].result
+    assert result is not None
+    task = requests(pipeline, 1, seed=5, noise_seed=5)[0]
+    levels = torch.tensor([task.levels[0]])
+    velocity = pipeline.network.predict(result.states[:1], levels, [result.condition])
+    step = pipeline.schedule.step(task.kind, result.states[:1], velocity, task.levels, 0, task.noise_level)
+    noise = (result.states[1] - step.mean[0]) / step.std
+    generator = torch.Generator().manual_seed(5)
+    assert torch.equal(result.states[0], torch.randn(task.shape, generator=generator))
+    assert torch.allclose(noise, torch.randn(task.shape, generator=generator), atol=1e-4)
+
+
+def test_a_share_of_the_random_steps_is_returned(load: Load) -> None:
+    pipeline = load("sd3")
+    core = DiffusionCore(pipeline, slots=4, version="0.0")
+    (task,) = requests(pipeline, 1, steps=(0, 1, 2))
+    whole, share = (denoised(core, [one])[0].result for one in (task, dataclasses.replace(task, kept=(0, 2))))
+    assert whole is not None
+    assert share is not None
+    assert torch.equal(whole.picture, share.picture)
+    assert share.logprobs == (whole.logprobs[0], whole.logprobs[2])
+    assert torch.equal(share.states, whole.states)
+    assert [(span.start, span.end) for span in share.spans] == [(0, 2)]
 
 
 def test_only_the_states_around_random_steps_are_kept(load: Load) -> None:
@@ -198,13 +268,24 @@ def test_a_sample_that_was_preempted_has_the_same_noise_again(load: Load) -> Non
     assert torch.equal(found.states, expected.states)
 
 
-def test_the_number_of_running_samples_is_bounded_by_the_free_memory(load: Load) -> None:
+def test_the_number_of_running_samples_is_bounded_by_the_free_memory(
+    load: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pipeline = load("sd")
-    core = DiffusionCore(pipeline, slots=64, version="0.0")
-    shape = pipeline.state_shape(SIDE, SIDE)
-    assert measure_slots(core, shape, 1, 64) in (1, 64)  # 64: of such small pictures the peak may not rise
-    assert measure_slots(core, shape, 1 << 50, 64) == 64
-    assert pipeline.default_side == 16
+    slots = DiffusionCore(pipeline, slots=64, version="0.0")
+    shape = pipeline.files.state_shape(SIDE, SIDE)
+    assert measure_slots(slots, shape, 1 << 50, 64) == 64
+    computed: list[int] = []
+
+    def peak(_: torch.device, action: Callable[[], None]) -> int:
+        with monkeypatch.context() as patched:
+            patched.setattr(pipeline, "decode", lambda states: computed.append(len(states)))
+            action()
+        return 1000 + 100 * computed[-1]
+
+    monkeypatch.setattr(core, "_peak_bytes", peak)
+    assert [measure_slots(slots, shape, free, 64) for free in (1, 125, 1250, 1 << 50)] == [1, 1, 10, 64]
+    assert computed[:2] == [1, 3]
 
 
 def test_aborted_samples_have_no_picture(load: Load) -> None:
@@ -224,7 +305,7 @@ def test_pictures_that_are_not_numbers_fail_with_the_reason(folders: Callable[[F
         next(iter(pipeline.network.module.parameters())).fill_(float("nan"))
     output = denoised(DiffusionCore(pipeline, slots=1, version="0.0"), requests(pipeline, 1))[0]
     assert output.result is None
-    assert "predictions are not finite" in str(output.ending.message)
+    assert "predictions are not finite; lower train.learning_rate" in str(output.ending.message)
 
 
 @pytest.mark.parametrize(
@@ -232,8 +313,8 @@ def test_pictures_that_are_not_numbers_fail_with_the_reason(folders: Callable[[F
     [(16, 18, "multiples of 4 pixels"), (0, 16, "multiples"), (64, 16, "16 pixels a side")],
 )
 def test_sizes_that_cannot_be_generated_are_refused(load: Load, height: int, width: int, message: str) -> None:
-    with pytest.raises(EngineError, match=message):
-        load("sd3").state_shape(height, width)
+    with pytest.raises(DataError, match=message):
+        load("sd3").files.state_shape(height, width)
 
 
 def edited(folder: Path, name: str, **changes: Any) -> None:
@@ -250,11 +331,8 @@ def edited(folder: Path, name: str, **changes: Any) -> None:
         ),
         (lambda folder: edited(folder, "model_index.json", _class_name="WanPipeline"), "WanPipeline are not supported"),
         (lambda folder: shutil.rmtree(folder / "text_encoder_2"), "has no text_encoder_2"),
-        (lambda folder: shutil.rmtree(folder / "transformer"), "cannot load a part of this pipeline"),
-        (
-            lambda folder: shutil.rmtree(folder / "scheduler"),
-            r"scheduler_config\.json: cannot read a file of the pipeline",
-        ),
+        (lambda folder: shutil.rmtree(folder / "transformer"), "has no transformer"),
+        (lambda folder: shutil.rmtree(folder / "scheduler"), "has no scheduler"),
         (
             lambda folder: edited(folder, "scheduler/scheduler_config.json", _class_name="PNDMScheduler"),
             "PNDMScheduler is not supported",
@@ -273,6 +351,17 @@ def test_a_pipeline_with_a_missing_or_unknown_part_is_refused(
     damage(folder)
     with pytest.raises(DataError, match=message):
         ImagePipeline.load(folder, guidance=1.0, dtype=torch.float32, device="cpu")
+
+
+@pytest.mark.parametrize("family", ["sd", "flux"])
+def test_a_pipeline_of_latents_without_a_vae_is_refused(
+    folders: Callable[[Family], Path], tmp_path: Path, family: Family
+) -> None:
+    folder = tmp_path / "pipeline"
+    shutil.copytree(folders(family), folder)
+    edited(folder, "model_index.json", vae=[None, None])
+    with pytest.raises(DataError, match="has no vae, and its network generates 4 channels"):
+        PipelineFiles.read(folder)
 
 
 @pytest.mark.parametrize(
@@ -299,6 +388,16 @@ def test_a_renamed_weight_of_any_part_is_refused_by_name(
         ImagePipeline.load(folder, guidance=1.0, dtype=torch.float32, device="cpu")
 
 
+def test_counting_tokens_does_not_change_how_another_thread_encodes_prompts(tmp_path: Path) -> None:
+    pipeline = ImagePipeline.load(write_pipeline(tmp_path / "p"), guidance=1.0, dtype=torch.float32, device="cpu")
+    pipeline.condition("a red square")
+    fast = pipeline._pipeline.tokenizer.backend_tokenizer
+    padding, truncation = fast.padding, fast.truncation
+    assert padding is not None
+    assert len(pipeline.tokens("a red square")) == 5
+    assert (fast.padding, fast.truncation) == (padding, truncation)
+
+
 @pytest.mark.parametrize(("shift", "steps", "sigmas"), [
     (1.0, 10, [1.0, 0.889, 0.778, 0.667, 0.55599999, 0.44499999, 0.33399999, 0.223, 0.112, 0.001, 0.0]),
     (3.0, 10, [1.0, 0.96012932, 0.91334897, 0.8576923, 0.79036826, 0.70727849, 0.60215056, 0.46487603, 0.27804878,
@@ -308,9 +407,7 @@ def test_levels_are_those_of_the_scheduler(tmp_path: Path, shift: float, steps: 
     schedule = NoiseSchedule.load(write_pipeline(tmp_path / "p", "sd3", shift=shift))
     levels = schedule.levels(steps, 16)
     assert levels == pytest.approx(sigmas, abs=1e-8)
-    trainable = [schedule.is_trainable("sde", levels, index) for index in range(steps)]
-    assert trainable == [True] * (steps - 1) + [False]
-    assert pipeline_parts(tmp_path / "p")["_class_name"] == "StableDiffusion3Pipeline"
+    assert PipelineFiles.read(tmp_path / "p").trainable_steps(steps) == range(steps - 1)
 
 
 def test_a_ddim_schedule_whose_last_timestep_has_no_step_after_it_is_refused(folders: Callable[[Family], Path]) -> None:
@@ -329,3 +426,32 @@ def test_the_fingerprint_of_a_scheduler_is_that_of_its_settings(folders: Callabl
         replace(schedule, settings=schedule.settings | {"_diffusers_version": "0"}).fingerprint == schedule.fingerprint
     )
     assert replace(schedule, settings=schedule.settings | {"shift": 2.0}).fingerprint != schedule.fingerprint
+
+
+def test_an_average_of_the_weights_comes_with_them_and_only_generates_what_names_it(
+    folders: Callable[[Family], Path], tmp_path: Path
+) -> None:
+    pipeline = ImagePipeline.load(folders("sd3"), guidance=1.0, dtype=torch.float32, device="cpu")
+    core = DiffusionCore(pipeline, slots=4, version="0.0", average=True)
+    (task,) = requests(pipeline, 1)
+    averaged = dataclasses.replace(task, averaged=True)
+
+    def picture(one: DenoisingRequest) -> torch.Tensor:
+        result = denoised(core, [one])[0].result
+        assert result is not None
+        return result.picture
+
+    before = picture(task)
+    assert torch.equal(picture(averaged), before), "both begin with the weights of the pipeline"
+    for folder, scale in ((tmp_path, 2.0), (tmp_path / "average", 0.5)):
+        module = copy.deepcopy(pipeline.network.module)
+        for parameter in module.parameters():
+            parameter.data.mul_(scale)
+        module.save_pretrained(folder)
+    core.change_weights(core.stage_weights(tmp_path), "0.1", flush=False, abort=False)
+    doubled, halved = picture(task), picture(averaged)
+    assert not torch.equal(doubled, before)
+    assert not torch.equal(halved, before)
+    assert not torch.equal(halved, doubled)
+    core.change_weights(core.stage_weights(pipeline.files.network), "0.2", flush=False, abort=False)
+    assert torch.equal(picture(averaged), before), "weights without an average are their own"

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from controllers.api.submission.checks import check_served_judges
+from controllers.api.submission.nodes import check_served_judges
 from controllers.workers.launch_documents import emulated_engine, emulated_host
 from gcore.config import JobSpec, NodeConfig, parse_spec
 from gcore.engines.emulated.launch import HostLaunch, LaunchQueue

@@ -10,7 +10,9 @@ import asyncio
 import pytest
 
 from gcore.engines.serving.engine import UpdateLock
-from gcore.engines.serving.http import ADMIN, ApiKeys
+from gcore.engines.serving.http import ADMIN, ApiKeys, error_response
+from gcore.errors import EngineError, GcoreError
+from gcore.media.protocol import BlobTooLarge, StoreFull, StoreUnreachable
 
 NORMAL, ADMINISTRATIVE, OPEN = "/generate", "/abort_request", "/health_generate"
 
@@ -46,6 +48,21 @@ def test_keys_are_not_shown() -> None:
 def test_every_route_that_changes_the_engine_is_administrative() -> None:
     changing = ("/update_weight_version", "/flush_cache", "/pause_generation", "/release_memory_occupation")
     assert set(changing) <= ADMIN
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (EngineError("no"), 400),
+        (StoreFull("no room"), 503),
+        (StoreUnreachable("no answer"), 503),
+        (BlobTooLarge("never"), 400),
+    ],
+)
+def test_an_answer_whose_arrays_the_store_refuses_now_is_no_refusal_of_the_request(
+    error: GcoreError, status: int
+) -> None:
+    assert error_response(error).status_code == status
 
 
 class Engine:

@@ -152,7 +152,7 @@ def test_a_part_is_an_eighth_of_a_step_if_nothing_is_said() -> None:
             "train",
             "loss",
             "gpso",
-            r"train\.loss: .* or 'sft'; your own .* \(got 'gpso'\), did you mean 'gspo'\?",
+            r"train\.loss: .* or 'weighted_matching'; your own .* \(got 'gpso'\), did you mean 'gspo'\?",
         ),
         ("train", "aggregation", "token_mean", r"did you mean 'token-mean'\?"),
         ("train", "kl_estimator", "k4", r"did you mean 'k[123]'\?"),

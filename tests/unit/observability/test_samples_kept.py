@@ -20,6 +20,7 @@ from controllers.flow.group_buffer import GroupBuffer
 from controllers.telemetry.run_recorder import SampleWriter
 from gcore.config.spec import SamplesSpec
 from gcore.data.order import Cursors
+from gcore.ledger.balance import SampleSlot
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records.chain import Head, Lineage, LogEntry, Seal, SealedGroup, SealState
 from gcore.ledger.transactions import Versioned
@@ -28,7 +29,7 @@ from gcore.observability.samples import KeptAdvantage, KeptText, choose_groups, 
 from gcore.store.keys import JobKeys
 from gcore.train.batching import BatchIndex
 from gcore.train.step import show_advantages
-from gcore.types import Group, Medium, Prompt, PromptRef, Sample, Version, VersionSpan
+from gcore.types import DenoisingTrajectory, Group, Medium, Prompt, PromptRef, Sample, Version, VersionSpan
 
 ME = "node-0.abc"
 
@@ -245,6 +246,79 @@ def test_a_kept_sample_of_an_older_schema_version_has_no_pictures_of_tools() -> 
     assert b"pictures" not in kept.encode(2)
 
 
+def picture_group(shard: int, seq: int, *pictures: Medium) -> Group:
+    """A group whose samples are generated pictures, each with the states and embeddings that train ranks need."""
+    states = Medium("trajectory", "ee" * 32, 4096, (5, 3, 8, 8), "float32")
+    span = VersionSpan(Version(0, 0), 0, 3)
+    made = tuple(
+        Sample(
+            output=DenoisingTrajectory((1, 4, 7), (1.0, 0.5, 0.0), (-0.1,) * 3, (span,), 7, (states, picture)),
+            finish_reason="stop",
+            reward=float(n),
+        )
+        for n, picture in enumerate(pictures)
+    )
+    return Group(PromptRef(0, shard, seq), (5, 6), made, "colours")
+
+
+def generated(blobs: Path, number: int, size: int = 1000) -> Medium:
+    """A generated picture in the blob store."""
+    return stored_picture(blobs, b"\x89PNG" + number.to_bytes(4, "big") + bytes(size - 8))._replace(kind="decoded")
+
+
+async def keep_groups(samples: SampleWriter, step: int, *groups: Group) -> None:
+    batch = seal([sealed(one) for one in groups], SealState.READY, step)
+    samples.note(mirror(batch, step=step - 1), holding(*groups).group)
+    await samples.write()
+
+
+async def test_generated_pictures_are_kept_with_steps_and_without_tokens(tmp_path: Path) -> None:
+    run_dir, blobs = tmp_path / "run", tmp_path / "blobs"
+    pictures = [generated(blobs, n) for n in range(2)]
+    await keep_groups(keeper(run_dir, blobs=blobs), 1, picture_group(0, 0, *pictures))
+    (kept,) = folder.read_groups(run_dir, Version(0, 1))
+    assert [(one.picture.sha256, one.steps, one.tokens) for one in kept.samples if one.picture is not None] == [
+        (one.sha256, 3, 0) for one in pictures
+    ]
+    assert [one.response.text for one in kept.samples] == ["", ""]
+    assert [one.pictures for one in kept.samples] == [(), ()], "these are of tools"
+    for one in pictures:
+        file = find_picture(run_dir, Version(0, 1), one.sha256)
+        assert file is not None
+        assert file.samefile(blobs / one.sha256[:2] / one.sha256)
+    assert len(list(run_dir.rglob("*.png"))) == 2, "the states are not kept"
+    assert folder.KeptGroup.decode(kept.encode()) == kept
+    assert b"picture" not in kept.encode(2)
+    assert b"steps" not in kept.encode(2)
+
+
+async def test_a_step_keeps_whole_groups_of_generated_pictures_within_its_share(tmp_path: Path) -> None:
+    """Otherwise the newest step would take the whole bound, and its groups would lack pictures at random."""
+    run_dir, blobs = tmp_path / "run", tmp_path / "blobs"
+    samples = keeper(run_dir, blobs=blobs, picture_mib=1)
+    for step in range(1, 5):
+        numbers = [[10 * step + 2 * group, 10 * step + 2 * group + 1] for group in range(4)]
+        groups = [
+            picture_group(n, step, *(generated(blobs, one, 30_000) for one in pair)) for n, pair in enumerate(numbers)
+        ]
+        await keep_groups(samples, step, *groups)
+    for step in range(1, 5):
+        kept = folder.read_groups(run_dir, Version(0, step))
+        found = [
+            [find_picture(run_dir, Version(0, step), one.sha256) is not None for one in group.generated]
+            for group in kept
+        ]
+        # The share is 128 KiB, and a group has 60,000 bytes.
+        assert found == [[True, True], [False, False], [True, True], [False, False]]
+
+
+async def test_a_step_keeps_at_least_one_group_of_generated_pictures(tmp_path: Path) -> None:
+    run_dir, blobs = tmp_path / "run", tmp_path / "blobs"
+    groups = [picture_group(n, 1, generated(blobs, n, 200_000)) for n in range(3)]
+    await keep_groups(keeper(run_dir, blobs=blobs, picture_mib=1), 1, *groups)
+    assert len(list(run_dir.rglob("*.png"))) == 1
+
+
 async def test_pictures_of_another_file_system_are_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise OSError(errno.EXDEV, "another file system")
@@ -361,7 +435,7 @@ def advantages(run_dir: Path, one: Group) -> dict[int, KeptAdvantage]:
 def test_ranks_write_the_mean_advantage_and_its_range_where_it_differs_over_tokens(tmp_path: Path) -> None:
     one = group(0)
     scored = torch.tensor([[True, True, False], [True, True, True]])
-    slots = (SimpleNamespace(group=0, sample=0), SimpleNamespace(group=0, sample=1))
+    slots = (SampleSlot(0, 0), SampleSlot(0, 1))
     batches = {
         BatchIndex(0, 0): SimpleNamespace(slots=slots, scored=scored),
         BatchIndex(0, 1): SimpleNamespace(slots=(), scored=scored[:1]),
@@ -376,7 +450,7 @@ def test_ranks_write_the_mean_advantage_and_its_range_where_it_differs_over_toke
 
 def test_ranks_write_one_number_a_sample_where_the_advantage_is_the_samples(tmp_path: Path) -> None:
     one = group(0)
-    slots = (SimpleNamespace(group=0, sample=1), SimpleNamespace(group=0, sample=0))
+    slots = (SampleSlot(0, 1), SampleSlot(0, 0))
     scored = torch.tensor([[True, True], [False, False]])
     batches = {BatchIndex(0, 0): SimpleNamespace(slots=slots, scored=scored)}
     show_advantages(tmp_path, SamplesSpec(), step_of([one], batches), {BatchIndex(0, 0): torch.tensor([[0.25], [9.0]])})

@@ -27,13 +27,12 @@ from gcore.data.order import Cursors
 from gcore.errors import GcoreError, Unreachable
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records.chain import Head, Lineage
-from gcore.ledger.records.job import JobRecord
+from gcore.ledger.records.job import JobRecord, KeptPicture
 from gcore.ledger.transactions import Versioned
 from gcore.observability import samples as folder
 from gcore.observability.samples import (
     KeptAdvantage,
     KeptGroup,
-    KeptPicture,
     KeptSample,
     KeptText,
     NoSamples,
@@ -216,7 +215,11 @@ def test_where_no_cluster_is_up_the_samples_of_an_ended_run_are_read_from_its_fo
     assert (shown["step"], shown["of"], shown["standing"]) == (3, 2, "unknown")
     assert shown["groups"][0]["responses"][1]["advantage"] == 0.7
     with pytest.raises(NoSamples, match=r"step 4 has no samples\. There are samples of step 3"):
-        samples("sums", step=4, home=tmp_path / "home")
+        samples("sums", step=[4], home=tmp_path / "home")
+    with pytest.raises(
+        NoSamples, match=r"step 2 has no samples\. Samples of earlier steps are removed: samples\.keep .* step 3"
+    ):
+        samples("sums", step=[2], home=tmp_path / "home")
     with pytest.raises(Unreachable, match="no finished job 'words'"):
         samples("words", home=tmp_path / "home")
 
@@ -306,6 +309,39 @@ async def test_pictures_of_tools_are_named_behind_their_response(tmp_path: Path)
         behind = out.getvalue().partition("two 1")[2]
         assert f"picture: {file} (48 x 32 pixels)" in behind
         assert f"picture: sha256:{gone}, deleted (48 x 32 pixels)" in behind
+
+
+async def test_a_generated_picture_is_shown_in_place_of_a_text_with_steps_and_without_tokens(tmp_path: Path) -> None:
+    there, gone = "ab" * 32, "cd" * 32
+    pictures = (KeptPicture(sha256=name, size=8, height=32, width=48) for name in (there, gone))
+    made = tuple(
+        one.model_copy(update={"picture": picture, "steps": 5, "tokens": 0, "response": KeptText(text="")})
+        for one, picture in zip(group(0, 0.0, 1.0).samples, pictures, strict=True)
+    )
+    shown = group(0).model_copy(update={"samples": made})
+    folder.write_samples(tmp_path, Version(0, 3), "node-0.ab", [shown])
+    file = folder.step_folder(tmp_path, Version(0, 3)) / f"{there}.png"
+    file.touch()
+    groups = list(samples_of_folder(tmp_path, pb.GetSamplesRequest(job="colours")))
+    (tree,) = groups_tree(groups)["groups"]
+    assert [(one["picture"]["file"], one["steps"], one["tokens"]) for one in tree["responses"]] == [
+        (str(file), 5, 0),
+        ("", 5, 0),
+    ]
+    assert [one["pictures"] for one in tree["responses"]] == [[], []]
+    for terminal in (False, True):
+        out = io.StringIO()
+        show_groups(Console(file=out, force_terminal=terminal, width=1000, color_system=None), groups)
+        text = out.getvalue()
+        assert "format 0.5, stop, 5 denoising steps, by 0.4" in text
+        assert "token" not in text
+        assert f"picture: {file} (48 x 32 pixels)" in text
+        assert f"picture: sha256:{gone}, deleted (48 x 32 pixels)" in text
+
+
+async def test_a_text_has_no_generated_picture(tmp_path: Path) -> None:
+    tree = groups_tree(await found(tmp_path))
+    assert {(one["picture"], one["steps"]) for group in tree["groups"] for one in group["responses"]} == {(None, 0)}
 
 
 async def gcore(*words: str | bytes) -> tuple[int, str, str]:

@@ -243,6 +243,19 @@ def test_response_tail_is_the_excess_over_finished_responses(
         assert found[left] == pytest.approx((sum(longest) / len(steps), sum(mean) / len(steps)))
 
 
+def test_responses_of_equal_length_end_in_the_order_in_which_they_start() -> None:
+    """Ten pictures of ten steps on one engine with two rows: the running ones have half left, the waiting ones all."""
+    equal = replace(STEP, lengths=(10.0,) * len(STEP.lengths))
+    speed = pool_speed([equal], "rollout", 2, 0)
+    assert speed is not None
+    assert speed.tail == ()
+    assert speed.to_come(10, 2) == pytest.approx((9.0, 9.0, 9.0))
+    assert speed.to_come(2, 2) == pytest.approx((5.0, 5.0, 5.0))
+    varied = pool_speed([replace(STEP, lengths=(100.0, 200.0))], "rollout", 2, 0)
+    assert varied is not None
+    assert varied.tail
+
+
 def test_a_long_response_keeps_rollout_from_lending_what_would_put_its_end_off() -> None:
     plan = plan_of(Split("coexisting", 3, 2, 1))
     tailed = replace(STEP, lengths=(50.0,) * 22 + (60.0, 3000.0), judged=(150.0,) * 24)

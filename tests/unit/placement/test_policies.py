@@ -434,6 +434,16 @@ def test_drain_times_match_a_simulated_queue(spread: float, replicas: int) -> No
         assert np.interp(share * 256, ended, found) == pytest.approx(true[int(share * 256) - 1], rel=0.12)
 
 
+@pytest.mark.parametrize(("count", "replicas"), [(8, 1), (64, 3), (64, 16), (128, 7), (128, 40)])
+def test_pictures_of_equally_many_steps_end_in_batches(count: int, replicas: int) -> None:
+    law, lengths = DecodeLaw(0.01, 0.004, 4), np.full(count, 10.0)
+    true = sorted(end for r in range(replicas) for end in one_by_one(lengths[r::replicas].tolist(), 4, law))
+    batch = LengthProfile.made(lengths, 0.0, 1.0)
+    found = drain_times(batch, 1.0, np.array([replicas]), law)[0]
+    assert np.isfinite(found).all()
+    assert found[-1] == pytest.approx(true[-1], rel=0.15)
+
+
 def test_paces_are_known_though_the_jump_is_long_ago_and_forgotten_with_the_steps_that_told_of_it() -> None:
     history = paced([1.0] * 8 + [6.0] * 12, [2.0] * 20)
     paces = PaceTracker()

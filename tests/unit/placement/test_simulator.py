@@ -358,3 +358,19 @@ print([[float(x).hex() for x in row] for cost in (None, 0.0, 0.5) for row in job
     assert (plain[0], compiled[0]) == ("False", "True")
     assert plain[1] == compiled[1]
     assert "inf" not in plain[1]
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_slots_move_to_a_judge_that_becomes_dearer_than_generating_pictures(seed: int) -> None:
+    """All pictures have equally many denoising steps, so only the pools' speeds say where a slot helps. The benchmark plays the whole
+    scenario; this is a smaller one."""
+    scenario = read_scenario(SCENARIOS[0].parent / "pictures" / "judge-slow.yaml")
+    assert scenario.judging is not None
+    slow = scenario.judging.model_copy(update={"slow_from": 20, "slow_until": 50})
+    training = scenario.training.model_copy(update={"sizes": (1, 2, 4)})
+    smaller = scenario.changed(steps=60, slots=8, groups=16, samples=4, judging=slow, training=training)
+    job = SimulatedJob(smaller, seed)
+    run, fixed = play_policy(job, "dynamic", 5.0), best_static(job, switch_costs(job.scenario, seed, 5.0))
+    assert run.seconds < 0.95 * fixed.seconds
+    before, during, after = (run.splits[step].reward for step in (19, 30, 59))
+    assert before < during > after

@@ -16,6 +16,7 @@ from gcore.errors import DataError
 from gcore.media.placeholders import PictureRule
 from gcore.models.vision import PictureProcessor
 from gcore.plugins import PluginFile, load_plugin_file
+from gcore.quickstart import counting_model
 from gcore.quickstart.counting import (
     RESPONSES,
     prepare_counting,
@@ -23,14 +24,21 @@ from gcore.quickstart.counting import (
     responses_to,
     verdict_on,
 )
-from gcore.quickstart.counting_model import new_counter, patches, save_counter
+from gcore.quickstart.counting_model import new_counter, patches, save_counter, text_ids, write_greedily
 from gcore.quickstart.counting_pictures import (
     CELL,
     CELLS,
     COLOURS,
+    EOS,
+    IMAGE,
     MOST,
+    PAD,
     SIZE,
     TOKENS,
+    VIDEO,
+    VISION_END,
+    VISION_START,
+    VOCABULARY,
     draw_picture,
     encode_png,
     make_counts,
@@ -66,6 +74,21 @@ def test_the_patches_of_the_warm_start_are_those_of_the_image_processor(tmp_path
     processor = PictureProcessor(tmp_path)
     read = [processor.read(str(i), encode_png(one)).arguments["pixel_values"] for i, one in enumerate(pictures)]
     assert torch.allclose(patches(torch.from_numpy(pictures)), torch.cat(read), atol=1e-6)
+
+
+def test_a_measured_judge_never_writes_tokens_of_media(monkeypatch: pytest.MonkeyPatch) -> None:
+    (three,) = text_ids("3")
+
+    def likes_media(network: None, tokens: torch.Tensor, pictures: None) -> torch.Tensor:
+        logits = torch.zeros(*tokens.shape, VOCABULARY)
+        logits[..., [VISION_START, VISION_END, IMAGE, VIDEO]] = 2.0
+        logits[..., three] = 1.0
+        return logits
+
+    monkeypatch.setattr(counting_model, "row_logits", likes_media)
+    rows = torch.tensor([[1, 2, EOS, EOS], [1, EOS, EOS, PAD]])
+    written = write_greedily(None, rows, torch.tensor([2, 1]), 2, None)
+    assert written.tolist() == [[1, 2, three, three], [1, three, three, PAD]]
 
 
 def test_a_prepared_folder_has_entries_with_pictures(tmp_path: Path) -> None:

@@ -147,6 +147,9 @@ def test_the_command_knows_every_example_and_says_what_there_is(
         "calculator",
         "counting",
         "counting-judge",
+        "pictures",
+        "pictures-ddim",
+        "pictures-judge",
         "zoom",
     }
     assert command.main(["arithmetic-judge", "--to", str(judge.folder)]) == 0

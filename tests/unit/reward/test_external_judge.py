@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
+import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -16,6 +19,7 @@ from hypothesis import strategies as st
 
 from gcore.config.reward import JudgeSpec
 from gcore.errors import DataError
+from gcore.reward.api import PictureFile
 from gcore.reward.judges.external import (
     LARGEST_ANSWER_BYTES,
     MOST_AWAY,
@@ -32,9 +36,9 @@ from gcore.reward.judges.external import (
 )
 from gcore.reward.judges.judge import Judge, Judgement
 from gcore.reward.judges.rate_limit import FIRST_AWAY_S, KEY_AGAIN_S, LONGEST_HOLD_S, Cause, RateLimiter
-from gcore.reward.judges.types import Answer, JudgeAway, JudgeError, JudgeLate
+from gcore.reward.judges.types import IMAGE_MARK, Answer, JudgeAway, JudgeError, JudgeLate
 from gcore.testing import FakeClock
-from gcore.types import Prompt, PromptRef
+from gcore.types import PictureRef, Prompt, PromptRef
 
 KEY = "sk-a-secret"
 
@@ -451,3 +455,100 @@ def test_every_status_has_a_fate() -> None:
     assert {fates(status) for status in range(200, 300)} == {"answered"}
     assert {fates(status) for status in range(500, 600)} == {"away"}
     assert {status for status in range(100, 600) if fates(status) == "key"} == {401, 402}
+
+
+PNG, JPEG = b"\x89PNG\r\n\x1a\nsmall", b"\xff\xd8\xffsmall"
+
+
+def stored(folder: Path, content: bytes) -> PictureFile:
+    name = hashlib.sha256(content).hexdigest()
+    (folder / name).write_bytes(content)
+    return PictureFile(str(folder / name), name, 8, 16)
+
+
+def as_question(*files: PictureFile) -> tuple[PictureRef, ...]:
+    return tuple(PictureRef(one.path, one.sha256, 8, 16, 8, 16) for one in files)
+
+
+class Gallery(Shop):
+    """A shop whose questions have pictures. `held`: number of questions whose pictures are kept."""
+
+    def __init__(self, *answers: httpx.Response | Exception | float) -> None:
+        super().__init__(judge(votes=1, images=True), *answers)
+        self.held = 0
+        self.ask._open_pictures = self.open
+
+    @contextlib.asynccontextmanager
+    async def open(self, pictures: tuple[PictureRef, ...]) -> AsyncIterator[tuple[PictureFile, ...]]:
+        self.held += 1
+        yield tuple(PictureFile(one.path, one.sha256, one.height, one.width) for one in pictures)
+        self.held -= 1
+
+    async def shown(self, question: str, *files: PictureFile) -> tuple[Answer, ...]:
+        return await self.ask(question, (1,), as_question(*files))
+
+
+def url_of(kind: str, content: bytes) -> dict[str, Any]:
+    url = f"data:image/{kind};base64,{base64.b64encode(content).decode()}"
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+@pytest.mark.parametrize(
+    ("question", "parts"),
+    [
+        (f"A: {IMAGE_MARK} B: {IMAGE_MARK} Which?", ["A: ", 0, " B: ", 1, " Which?"]),
+        (f"{IMAGE_MARK}\n{IMAGE_MARK}", [0, 1]),
+    ],
+)
+async def test_pictures_are_sent_in_their_places_as_data_urls(
+    tmp_path: Path, question: str, parts: list[str | int]
+) -> None:
+    shop = Gallery()
+    await shop.shown(question, stored(tmp_path, PNG), stored(tmp_path, JPEG))
+    (body,) = shop.bodies
+    urls = [url_of("png", PNG), url_of("jpeg", JPEG)]
+    assert body["messages"] == [
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": one} if isinstance(one, str) else urls[one] for one in parts],
+        }
+    ]
+    assert shop.requests[0].headers["content-type"] == "application/json"
+    assert shop.held == 0
+
+
+async def test_answers_about_one_picture_are_not_those_about_another(tmp_path: Path) -> None:
+    shop = Gallery(said("1"), httpx.ReadError("gone"))
+    one, other = as_question(stored(tmp_path, PNG)), as_question(stored(tmp_path, JPEG))
+    with pytest.raises(JudgeAway):
+        await shop.ask(IMAGE_MARK, (1, 2), one)
+    assert [answer.text for answer in await shop.ask(IMAGE_MARK, (1, 2), other)] == ["7", "7"]
+    assert sorted(answer.text for answer in await shop.ask(IMAGE_MARK, (1, 2), one)) == ["1", "7"]
+    assert len(shop.requests) == 2 + 2 + 1, "the paid answer about the first picture was kept"
+
+
+async def test_questions_about_different_pictures_are_different_questions_for_an_outage(tmp_path: Path) -> None:
+    shop = Gallery(*(httpx.ConnectError("no") for _ in range(MOST_AWAY)))
+    outages: list[str] = []
+    shop.gate.away = outages.append  # type: ignore[method-assign]
+    for number in range(MOST_AWAY):
+        assert not outages
+        with pytest.raises(JudgeAway):
+            await shop.shown(IMAGE_MARK, stored(tmp_path, PNG + bytes([number])))
+    assert len(outages) == 1
+
+
+@pytest.mark.parametrize(
+    ("damage", "why"), [(Path.unlink, "cannot read a picture"), (lambda file: file.write_bytes(b"x"), "other bytes")]
+)
+async def test_a_picture_that_is_lost_is_no_failure_of_the_server(
+    tmp_path: Path, damage: Callable[[Path], object], why: str
+) -> None:
+    shop = Gallery()
+    for number in range(2 * MOST_AWAY):
+        file = stored(tmp_path, PNG + bytes([number]))
+        damage(Path(file.path))
+        with pytest.raises(JudgeAway, match=why):
+            await shop.shown(IMAGE_MARK, file)
+    assert not shop.requests
+    assert not shop.gate.is_away

@@ -14,6 +14,7 @@ from plug_in_package import installer
 from gcore.config.reward import JudgeSpec, VerdictSpec
 from gcore.errors import SpecError
 from gcore.observability.metrics import Metrics
+from gcore.reward.api import Response
 from gcore.reward.judges.judge import both_orders, choose_pairs
 from gcore.reward.judges.parsers import find_parser
 from gcore.reward.judges.template import LONGEST_TEXT, MOST_TURNS, Question
@@ -43,9 +44,12 @@ def stars(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("stars")
 def test_every_judge_of_the_guide_can_be_asked_and_its_parser_is_there(block: Block) -> None:
     prompt = Prompt(PromptRef(0, 0, 0), "the prompt", (1,), {"question": "the question", "answer": "the answer"})
+    generates = "flow_grpo" in block.text
     for judge in judges(block):
-        question = Question.compile(judge, "judges.0")
-        if judge.mode == "pairwise":
+        question = Question.compile(judge, "judges.0", generates=generates)
+        if generates:
+            assert len(question.about(prompt, Response("", picture_file=("a.png", "ab" * 32, 8, 8))).pictures) == 1
+        elif judge.mode == "pairwise":
             assert "Answer A: one" in question.between(prompt, "one", "two").text
         else:
             assert "one" in question.about(prompt, "one").text

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -13,10 +13,10 @@ from gcore.config import parse_spec
 from gcore.config.reward import JudgeSpec
 from gcore.errors import SpecError
 from gcore.reward.api import Response
-from gcore.reward.judges.judge import Judge, question_key, spec_digest, vote_seed
-from gcore.reward.judges.template import AskedQuestion, Question, tool_pictures
+from gcore.reward.judges.judge import Judge, Judgement, question_key, spec_digest, vote_seed
+from gcore.reward.judges.template import AskedQuestion, Question, response_pictures
 from gcore.reward.judges.types import IMAGE_MARK as M
-from gcore.reward.judges.types import JudgeError
+from gcore.reward.judges.types import Answer, JudgeError
 from gcore.testing import FakeClock
 from gcore.types import PictureRef, Prompt, PromptRef
 
@@ -148,6 +148,40 @@ def test_a_pairwise_judge_sees_which_response_has_which_picture() -> None:
     assert shown_by(pairs.between(prompt(1), answer("1", 8), answer("2", 9))) == [9, 8, 1]
 
 
+def drawn(number: int) -> Response:
+    """A response that is a picture which the policy generated."""
+    return Response("", picture_file=(f"/blobs/{number}", f"{number:064x}", 8, 16))
+
+
+@pytest.mark.parametrize(
+    "template", ["{{ prompt }} by {{ response }}.", "{{ fields.question }} by {{ response_images }}."]
+)
+def test_a_generated_picture_is_shown_in_the_place_of_the_response(template: str) -> None:
+    asked = Question.compile(spec(template), "judges.0", generates=True).about(prompt(), drawn(8))
+    assert asked == (f"red? by {M}.", (PictureRef("/blobs/8", f"{8:064x}", 8, 16, 8, 16),))
+
+
+@pytest.mark.parametrize("template", ["{{ first }} or {{ second }}", "{{ first_images }} or {{ second_images }}"])
+def test_a_pairwise_judge_sees_two_generated_pictures_in_both_orders(template: str) -> None:
+    pairs = Question.compile(spec(template, mode="pairwise"), "judges.0", generates=True)
+    for first, second in ((8, 9), (9, 8)):
+        asked = pairs.between(prompt(), drawn(first), drawn(second))
+        assert (asked.text, shown_by(asked)) == (f"{M} or {M}", [first, second])
+
+
+@pytest.mark.parametrize("template", ["{{ response }}{{ response }}", "{{ response }}{{ response_images[1:] }}"])
+def test_a_generated_picture_is_shown_once(template: str) -> None:
+    with pytest.raises(JudgeError, match=r"shows [02] pictures, but 'response' has 1.*by {{ response }}"):
+        Question.compile(spec(template), "judges.0", generates=True).about(prompt(), drawn(8))
+
+
+def test_a_template_without_the_generated_picture_is_refused() -> None:
+    with pytest.raises(SpecError, match="does not show 'response'"):
+        Question.compile(spec("{{ prompt }}"), "judges.0", generates=True)
+    with pytest.raises(SpecError, match="does not show 'second'"):
+        Question.compile(spec("{{ first }}", mode="pairwise"), "judges.0", generates=True)
+
+
 def test_a_judge_without_images_sees_no_pictures_of_tools() -> None:
     plain = Question.compile(spec("{{ response }}", images=False), "judges.0")
     assert plain.about(prompt(1), answer("3", 8)) == ("3", ())
@@ -167,8 +201,10 @@ class Court:
     def __init__(self, **told: Any) -> None:
         self.clock = FakeClock()
         self.fake = FakeJudge(lambda question, seed: "1", self.clock)
+        generates = told.pop("generates", False)
         made = spec(**({"verdict": {"most": 9}} | told))
-        self.judge = Judge.of(made, self.fake, RecordingObserver(), self.clock, picture_text=WRITTEN)
+        text = "" if generates else WRITTEN
+        self.judge = Judge.of(made, self.fake, RecordingObserver(), self.clock, picture_text=text, generates=generates)
 
     async def judge_all(self, *prompts: Prompt) -> None:
         for one in prompts:
@@ -187,7 +223,7 @@ async def test_equal_responses_with_unlike_pictures_of_tools_are_other_questions
     court = Court()
     for response in (answer("3", 8), answer("3", 9), answer("3", 8)):
         await court.clock.run(court.judge.value(prompt(1), response))
-    (eight,), (nine,) = tool_pictures(answer("3", 8)), tool_pictures(answer("3", 9))
+    (eight,), (nine,) = response_pictures(answer("3", 8)), response_pictures(answer("3", 9))
     assert court.fake.shown == [(picture(1), eight), (picture(1), nine)]
 
 
@@ -201,6 +237,25 @@ async def test_responses_with_equal_text_are_compared_if_a_judge_sees_that_their
     assert len(court.fake.asked) == asked
     await court.clock.run(court.judge.values(prompt(1), [answer("3", 8), answer("3", 8)]))
     assert len(court.fake.asked) == asked
+
+
+class BetterPicture(FakeJudge):
+    """Prefers the picture with the lower number."""
+
+    async def __call__(
+        self, question: str, seeds: Sequence[int], pictures: tuple[PictureRef, ...] = ()
+    ) -> tuple[Answer, ...]:
+        await super().__call__(question, seeds, pictures)
+        first, second = (int(one.sha256, 16) for one in pictures)
+        return (Answer(str(float(first < second)), 1, 1, truncated=False),)
+
+
+async def test_the_win_rate_of_a_generated_picture_is_that_of_all_pairs_of_its_group() -> None:
+    court = Court(mode="pairwise", template="{{ first }} or {{ second }}", verdict={"most": 1}, generates=True)
+    asked = court.judge._ask = BetterPicture(lambda question, seed: "", court.clock)
+    values = await court.clock.run(court.judge.values(prompt(), [drawn(8), drawn(9), drawn(10), drawn(10)]))
+    assert [one.value for one in values if isinstance(one, Judgement)] == pytest.approx([1.0, 2 / 3, 1 / 6, 1 / 6])
+    assert len(asked.asked) == 6  # each pair of unlike pictures once in each order
 
 
 async def test_a_judge_without_images_is_shown_no_picture() -> None:
@@ -228,7 +283,6 @@ def test_keys_and_seeds_without_pictures_stay_as_they_were() -> None:
 @pytest.mark.parametrize(
     ("more", "why"),
     [
-        ({"model": None, "external": {"url": "http://here", "model": "m"}}, "an external judge gets no pictures"),
         ({"model": None, "adapter": "a"}, "adapters support no pictures"),
         ({"kind": "classifier", "serving": {"engine": "sglang"}}, "images needs serving.engine: torch, not sglang"),
         (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import math
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -204,6 +205,19 @@ async def test_judges_and_functions_are_composed_as_any_parts() -> None:
         name: value for name, value in right.parts if name.startswith("exact.")
     }
     assert [one.value for one in (judged_right, wrong) if isinstance(one, RewardResult)] == [3.0, 0.0]
+
+
+async def test_standardised_parts_compare_a_group_in_training_and_add_up_in_evaluation() -> None:
+    parts = [{"name": "exact", "weight": 3}, {"judge": "tutor"}]
+    court = Court(job({"parts": parts, "compose": "standardised"}, judge_tree()))
+    pipeline, samples = court.pipeline(), [sample("42"), sample("43"), sample("7")]
+    trained = await court.clock.run(pipeline.scored(PROMPT, samples))
+    z = math.sqrt(1 / 3)  # deviations of one and of two of three responses
+    assert [one.value for one in trained] == pytest.approx([6 * z + z, -3 * z + z, -3 * z - 2 * z])
+    shown = [(1.0, 1.0), (0.0, 1.0), (0.0, 0.0)]
+    assert [(dict(one.parts)["exact"], dict(one.parts)["tutor"]) for one in trained] == shown
+    evaluated = await court.clock.run(replace(pipeline, evaluates=True).scored(PROMPT, samples))
+    assert [one.value for one in evaluated] == [4.0, 1.0, 0.0]
 
 
 @pytest.mark.parametrize(("on_error", "again"), [("retry", True), ("fail_group", False)])

@@ -40,6 +40,7 @@ ENTRIES: dict[str, set[str]] = {
     "gcore.engines.diffusers.__main__": ENGINE,
     "gcore.engines.hf.__main__": ENGINE,
     "gcore.engines.sglang.__main__": PYDANTIC | HTTPX,
+    "gcore.engines.sglang_diffusion.__main__": ENGINE,
     "gcore.engines.torch.__main__": ENGINE,
     "gcore.engines.vllm.__main__": set(),
     "gcore.environments.__main__": set(),

@@ -16,6 +16,7 @@ from gcore.system.process import (
     CannotStart,
     ProcessId,
     identify_process,
+    is_foreign_listener,
     is_running,
     send_signal,
     spawn_detached,
@@ -87,6 +88,30 @@ def test_a_process_name_with_parentheses_and_spaces_is_read_right(tmp_path: Path
         assert status.state in "RS"  # it may still be starting
     finally:
         terminate_process(spawned, grace_s=0)
+
+
+LISTENER = """
+import socket, subprocess, sys
+listener = socket.create_server(("127.0.0.1", 0))
+print(listener.getsockname()[1], flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_port_is_foreign_if_no_descendant_of_a_process_listens_on_it(sleeper: ProcessId) -> None:
+    # The shell stays, because a command follows: the listener is its child.
+    child = subprocess.Popen(
+        ["sh", "-c", '"$0" -c "$1"; true', sys.executable, LISTENER],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert child.stdout is not None
+    port = int(child.stdout.readline())
+    assert not is_foreign_listener(child.pid, port)
+    assert is_foreign_listener(sleeper.pid, port)
+    child.communicate()
+    assert not is_foreign_listener(sleeper.pid, port)
 
 
 def test_output_is_appended_to_the_log(tmp_path: Path) -> None:

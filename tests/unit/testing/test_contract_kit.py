@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from plug_in_package import installer
 
+from gcore.reward.api import Response
 from gcore.testing import contracts as contract
 from gcore.testing.contracts import ContractBroken, check_curriculum, check_filter, check_flow, check_reward
 
@@ -109,6 +110,12 @@ def good(response, fields, spec):
         raise RewardError("no answer")
     return RewardResult(float(response == fields[spec.answer]))
 
+def painted(response, fields, spec):
+    check(spec)
+    if spec.answer not in fields:
+        raise RewardError("no answer")
+    return RewardResult(float(response.picture.read_text() == fields[spec.answer]))
+
 def lenient(response, fields, spec):
     return RewardResult(float(response == fields.get("answer")))
 
@@ -188,7 +195,7 @@ def points(package: str, names: tuple[str, ...]) -> str:
 
 @pytest.fixture(autouse=True)
 def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rewards = ("good", "lenient", "fickle", "brittle", "accident", "backwards")
+    rewards = ("good", "painted", "lenient", "fickle", "brittle", "accident", "backwards")
     filters = ("good", "lenient", "truth", "divides", "fickle")
     installer(tmp_path / "a", monkeypatch, "gcore.flows")("kit_flows", points("kit_flows", FLOWS), LOOP)
     installer(tmp_path / "b", monkeypatch, "gcore.rewards")("kit_rewards", points("kit_rewards", rewards), REWARDS)
@@ -229,6 +236,16 @@ async def test_a_flow_that_breaks_one_is_told_which(name: str, said: str, monkey
 
 def test_a_reward_that_keeps_its_promises_passes() -> None:
     check_reward("kit_good", ENTRIES, right=["1", "2"], wrong=["7", ""])
+
+
+def test_a_reward_of_generated_pictures_is_checked_with_pictures(tmp_path: Path) -> None:
+    def picture(text: str) -> Response:
+        (tmp_path / text).write_text(text)
+        return Response("", picture_file=(str(tmp_path / text),))
+
+    check_reward("kit_painted", ENTRIES, right=[picture("1"), picture("2")], wrong=[picture("7")])
+    with pytest.raises(ContractBroken, match="the policy writes text"):
+        check_reward("kit_painted", ENTRIES)
 
 
 @pytest.mark.parametrize(

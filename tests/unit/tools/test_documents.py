@@ -12,12 +12,15 @@ from typing import Any
 import pytest
 from documents import ROOT, blocks, mismatch
 from picture_files import encoded, picture
+from PIL import Image
 
 from gcore.reward import Response
 
 
 def test_the_reward_of_the_guide_passes_the_test_of_the_guide(tmp_path: Path) -> None:
-    code, _pictures, _batch, test = (block.text for block in blocks(ROOT / "docs" / "use" / "rewards.md", "python"))
+    code, _pictures, _generated, _batch, test = (
+        block.text for block in blocks(ROOT / "docs" / "use" / "rewards.md", "python")
+    )
     (toml,) = (block.text for block in blocks(ROOT / "docs" / "use" / "rewards.md", "toml"))
     name, value = re.findall(r'^(\w+) = "([\w.:]+)"$', toml, re.M)[0]
     (tmp_path / "my_package").mkdir()
@@ -41,6 +44,14 @@ def test_the_reward_of_the_guide_that_opens_pictures_measures_one(tmp_path: Path
     exec(code, made)
     files = [(str(tmp_path / "a.png"), "")]
     assert [made["score"](Response(text, files=files), {}) for text in ("48", "8")] == [1.0, 0.0]
+
+
+def test_the_reward_of_the_guide_for_generated_pictures_measures_red(tmp_path: Path) -> None:
+    code = [block.text for block in blocks(ROOT / "docs" / "use" / "rewards.md", "python")][2]
+    Image.new("RGB", (4, 4), (51, 200, 0)).save(tmp_path / "a.png")
+    made: dict[str, Any] = {}
+    exec(code, made)
+    assert made["red"](Response("", picture_file=(str(tmp_path / "a.png"), "")), {}) == 0.2
 
 
 def test_printed_lines_are_compared_in_order_and_dots_match_anything() -> None:

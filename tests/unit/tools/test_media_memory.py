@@ -13,11 +13,14 @@ from typing import Any
 
 import pytest
 
+from benchmarks.harness import write_spec
 from benchmarks.media_memory import (
+    GENERATED,
     MARK,
     PAYLOADS,
     MemorySampler,
     Payload,
+    generated_spec,
     job_spec,
     kind_of,
     make_model,
@@ -25,9 +28,12 @@ from benchmarks.media_memory import (
     write_data,
     wrong,
 )
-from gcore.config import parse_spec
+from gcore.config import load_spec, parse_spec
 from gcore.media.pictures import inspect_picture
 from gcore.media.placeholders import PictureRule
+from gcore.models.diffusion.files import PipelineFiles
+from gcore.models.diffusion.requests import PictureRequests
+from gcore.models.diffusion.windows import kept_states
 
 HOLD = "data = bytearray(64 << 20); print(len(data), flush=True); import time; time.sleep(60)"
 
@@ -127,3 +133,30 @@ def test_prompts_of_text_have_as_many_tokens_as_those_with_pictures(tmp_path: Pa
     assert len(pictures) == 3
     for wanted in (True, False):
         parse_spec(job_spec(tmp_path / "data", payload, model, 1, pictures=wanted))
+
+
+@pytest.mark.parametrize("name", list(GENERATED))
+def test_jobs_of_generated_pictures_keep_the_states_that_are_computed(name: str, tmp_path: Path) -> None:
+    drawn = GENERATED[name]
+    spec = load_spec(write_spec(tmp_path / "job.yaml", generated_spec(tmp_path, drawn, 1, large=True)))
+    requests = PictureRequests(spec, PipelineFiles.read(tmp_path / "pipeline"))
+    assert requests.state_shape == (16, 64, 64)
+    asked = requests.params("a", 0, (1, 2)).random_steps
+    assert drawn.states == (1 if asked is None else len(kept_states(asked)))
+    assert drawn.state_bytes == drawn.states << 18, "a state has 256 KiB"
+
+
+def test_generated_pictures_need_the_computed_bytes_and_a_controller_without_them() -> None:
+    drawn = GENERATED["generated-last"]
+    states = drawn.state_bytes * 64 * 16 / 1e6
+
+    def of(made: float, mb: float, *, large: bool) -> dict[str, Any]:
+        found = case("gcore", 2, payload=drawn.name, steps=1, out_of_memory=None, messages_bytes={})
+        stores = {"node-0": {"made": made, "fetched": 0.0}}
+        return found | {"pictures": large, "stores_mb": stores, "kinds": {"controller": {"anonymous_mb": mb}}}
+
+    small = of(1.0, 90.0, large=False)
+    assert wrong({"cases": [of(states + 900, 95.0, large=True), small]}) == ""
+    assert "were made" in wrong({"cases": [of(states - 1, 95.0, large=True), small]})
+    assert "were made" in wrong({"cases": [of(states + 2000, 95.0, large=True), small]})
+    assert "60 MB more" in wrong({"cases": [of(states + 900, 150.0, large=True), small]})

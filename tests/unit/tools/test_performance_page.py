@@ -13,7 +13,7 @@ def test_their_tables_are_those_of_the_committed_results() -> None:
 
 
 def test_every_result_has_its_place_on_a_page() -> None:
-    elsewhere = {"placement_unseen", "check", "release", "sim_pictures"}
+    elsewhere = {"placement_unseen", "check", "release", "sim_pictures", "sim_generated"}
     """In the part of placement; in bounds.json; on the status page; on the status page."""
     placed = {part.result for part in report.PARTS}
     assert {file.stem for file in RESULTS.glob("*.json")} - elsewhere == placed

@@ -25,9 +25,8 @@ from gcore.testing.models import rank_launch
 from gcore.train.advantages import advantages, moments, value_targets
 from gcore.train.algorithms.losses import value_clip_tokens, value_loss
 from gcore.train.backends.packed_attention import NAME
-from gcore.train.batching import BatchIndex, Feeding, StepTensors, cut_step
+from gcore.train.batching import BatchIndex, StepTensors, TokenFeeding, cut_step, logits_of
 from gcore.train.critic import ValueModel, ValueTally, load_backbone, make_value_model
-from gcore.train.hf_models import logits_of
 from gcore.train.models import _other_backbone, choose_feeding
 from gcore.train.packing import Packing
 from gcore.train.rank.feed import StepInput, TrainGroup, TrainSample
@@ -94,7 +93,7 @@ def make_work(responses: Sequence[Sequence[int]], rewards: Sequence[float], mask
 
 
 def make_step(work: StepInput, packing: Packing = "bucketed", **train: Any) -> StepTensors:
-    return cut_step(work, TrainSpec(advantage="gae", **train), Feeding(packing, VOCABULARY, CPU))
+    return cut_step(work, TrainSpec(advantage="gae", **train), TokenFeeding(packing, VOCABULARY, CPU))
 
 
 @pytest.mark.parametrize("packing", ["packed", "bucketed"])

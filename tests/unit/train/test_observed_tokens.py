@@ -27,7 +27,7 @@ from gcore.observability.samples import make_kept_group
 from gcore.rollout.postprocess import penalize_sample
 from gcore.testing.flows import group_of
 from gcore.train.advantages import advantages, value_targets
-from gcore.train.batching import BatchIndex, Feeding, ModelInputs, StepTensors, cut_step, score_batch
+from gcore.train.batching import BatchIndex, ModelInputs, StepTensors, TokenFeeding, cut_step, score_batch
 from gcore.train.metrics import TrainStepMetrics
 from gcore.train.objectives import PolicyGradient, Targets
 from gcore.train.rank.feed import StepInput, TrainGroup, TrainSample, _lacking
@@ -209,7 +209,7 @@ class Alone:
 
 
 def cut(work: StepInput, train: TrainSpec, packing: Any = "packed") -> StepTensors:
-    return cut_step(work, train, Feeding(packing, VOCABULARY, CPU))
+    return cut_step(work, train, TokenFeeding(packing, VOCABULARY, CPU))
 
 
 def bigram(table: Tensor) -> Any:

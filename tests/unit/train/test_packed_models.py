@@ -23,12 +23,11 @@ from gcore.ledger.records.chain import SealedGroup
 from gcore.testing.models import rank_launch
 from gcore.train import models
 from gcore.train.backends.packed_attention import PACKED, PackedAttention
-from gcore.train.batching import Feeding, make_batch, make_dummy, score_batch, token_logprobs
+from gcore.train.batching import TokenFeeding, logits_of, make_batch, make_dummy, score_batch, token_logprobs
 from gcore.train.hf_models import (
     OutOfMemory,
     checkpoint_activations,
     explain_memory_error,
-    logits_of,
     parameter_groups,
     set_evaluation_mode,
     vocabulary_of,
@@ -137,7 +136,7 @@ def in_batches(model: Any, work: StepInput, packing: Any) -> tuple[dict[tuple[in
     (plan,) = plan_step(work.seal, work.layout, 0, CutSettings(70, packing))
     found = {}
     for one in plan.micro_batches:
-        batch = make_batch(work, one, Feeding(packing, vocabulary_of(model), CPU))
+        batch = make_batch(work, one, TokenFeeding(packing, vocabulary_of(model), CPU))
         logp = score_batch(logits_of(model), batch).logp
         if bool(batch.scored.any()):
             assert not bool(logp[~batch.scored].any()), "nothing is said of padding"
@@ -226,7 +225,7 @@ def test_rectangles_must_cover_the_row() -> None:
 
 def test_masked_samples_are_not_computed_unless_asked_for_and_then_not_trained() -> None:
     work = make_work([(3, (9, 1, 30)), (7, (12, 0, 12))], masked=(0, 2))
-    feeding = Feeding("packed", VOCABULARY, CPU)
+    feeding = TokenFeeding("packed", VOCABULARY, CPU)
     for wanted, rows in ((False, 2), (True, 6)):
         (plan,) = plan_step(work.seal, work.layout, 0, CutSettings(1000, "packed", wanted))
         batches = [make_batch(work, one, feeding) for one in plan.micro_batches]
@@ -239,7 +238,7 @@ def test_masked_samples_are_not_computed_unless_asked_for_and_then_not_trained()
 def test_a_dummy_reaches_every_parameter_and_trains_nothing(packing: Any) -> None:
     model = make_model("llama")
     assert choose_feeding(model, TrainSpec(packing=packing), None, alone).packing == packing
-    batch = make_dummy(Feeding(packing, VOCABULARY, CPU))
+    batch = make_dummy(TokenFeeding(packing, VOCABULARY, CPU))
     assert (batch.real, batch.computed, int(batch.mask.sum())) == (0, 2, 0)
     logp = score_batch(logits_of(model), batch).logp
     torch.where(batch.mask, logp, torch.zeros_like(logp)).sum().backward()
@@ -248,10 +247,12 @@ def test_a_dummy_reaches_every_parameter_and_trains_nothing(packing: Any) -> Non
 
 def test_only_empty_responses_make_a_batch_that_trains_nothing() -> None:
     work = make_work([(1, (0,))])
-    batch = make_batch(work, MicroPlan(work.layout.of_rank(0), (Rectangle(1, 1),)), Feeding("packed", VOCABULARY, CPU))
+    batch = make_batch(
+        work, MicroPlan(work.layout.of_rank(0), (Rectangle(1, 1),)), TokenFeeding("packed", VOCABULARY, CPU)
+    )
     assert not bool(batch.mask.any())
     assert bool(
-        score_batch(logits_of(make_model("gpt2")), make_dummy(Feeding("bucketed", VOCABULARY, CPU)))
+        score_batch(logits_of(make_model("gpt2")), make_dummy(TokenFeeding("bucketed", VOCABULARY, CPU)))
         .logp.isfinite()
         .all()
     )
@@ -267,7 +268,7 @@ def test_a_token_that_the_model_does_not_know_is_one_clear_error(token: int, whe
     with pytest.raises(
         DataError, match=rf"token {token} in the {where} of sample \d is not in the model's vocabulary of {VOCABULARY}"
     ):
-        make_batch(work, plan.micro_batches[0], Feeding("packed", VOCABULARY, CPU))
+        make_batch(work, plan.micro_batches[0], TokenFeeding("packed", VOCABULARY, CPU))
 
 
 @pytest.mark.parametrize("pieces", [1, 7, 1 << 22])
@@ -343,8 +344,9 @@ def test_only_matrices_decay() -> None:
 
 def test_the_reference_is_the_model_as_it_was_and_never_changes() -> None:
     model = make_model("llama")
-    reference = Reference(make_model("llama"), TrainSpec(kl_coef=0.1), CPU)
-    batch = make_dummy(Feeding("bucketed", VOCABULARY, CPU))
+    feeding = TokenFeeding("bucketed", VOCABULARY, CPU)
+    reference = Reference(make_model("llama"), TrainSpec(kl_coef=0.1), feeding)
+    batch = make_dummy(TokenFeeding("bucketed", VOCABULARY, CPU))
     with reference.awake() as logits:
         torch.testing.assert_close(logits(batch.inputs), logits_of(model)(batch.inputs))
         assert not logits(batch.inputs).requires_grad

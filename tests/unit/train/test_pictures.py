@@ -38,8 +38,8 @@ from gcore.testing.vision_models import (
     make_picture,
     make_tiny_vision_model,
 )
-from gcore.train.batching import Feeding, MicroBatch, VisionFeeding, make_batch, make_dummy, score_batch
-from gcore.train.hf_models import check_names, load_module, logits_of
+from gcore.train.batching import MicroBatch, TokenFeeding, VisionFeeding, logits_of, make_batch, make_dummy, score_batch
+from gcore.train.hf_models import check_names, load_module
 from gcore.train.models import _trial_rows, choose_feeding, freeze_parts
 from gcore.train.packing import MicroPlan, Rectangle
 from gcore.train.rank.feed import StepInput, TrainGroup, TrainSample
@@ -62,7 +62,7 @@ class Case:
     """A model, and samples of it: a text, one picture twice, and two pictures of which one occurs before."""
 
     module: Any
-    feeding: Feeding
+    feeding: TokenFeeding
     work: StepInput
     plan: MicroPlan
     blobs: Path
@@ -129,7 +129,7 @@ def make_case(folder: Path, blobs: Path, family: Family, packing: str) -> Case:
         shapes = tuple(Rectangle(1, length) for length in lengths)
     else:
         shapes = (Rectangle(len(slots), max(lengths)),)
-    feeding = Feeding(
+    feeding = TokenFeeding(
         choice.packing, 64, torch.device("cpu"), forbidden=torch.tensor(media_token_ids(module.config)), vision=vision
     )
     work = StepInput(seal, None, 0, groups)  # type: ignore[arg-type]

@@ -179,7 +179,7 @@ def test_a_generated_picture_whose_numbers_cannot_be_is_refused(changed: dict[st
 def test_a_picture_has_no_fields_of_a_text() -> None:
     output = DenoisingTrajectory((0,), (1.0, 0.0), (-1.0,), (VersionSpan(Version(0, 0), 0, 1),), 1, ())
     picture = Sample(output=output, finish_reason="stop")
-    assert (picture.length, picture.token_ids, picture.own_tokens, picture.observed, picture.text) == (1, (), 0, (), "")
+    assert (picture.length, picture.token_ids, picture.own_tokens, picture.observed, picture.text) == (1, (), 1, (), "")
     with pytest.raises(TypeError, match="a picture has no tokens"):
         _ = picture.token_output
     with pytest.raises(TypeError, match="no fields of a TokenOutput"):

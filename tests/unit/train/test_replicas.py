@@ -62,7 +62,7 @@ def copier(
     launch = rank_launch(spec, memory.parent / "run", start=begun).model_copy(
         update={"world": f"w{lineage}", "lineage": lineage, "nodes": ("a",), "memory_dir": str(memory)}
     )
-    models: Any = SimpleNamespace(policy=Policy(), critic=None)
+    models: Any = SimpleNamespace(policy=Policy(), critic=None, follower=None)
     world: Any = Alone()
     return StateReplicator(launch, world, models, base_sample)
 

@@ -25,7 +25,7 @@ from gcore.ledger.records.chain import SealedGroup
 from gcore.testing.models import rank_launch
 from gcore.train.backends.packed_attention import PackedAttention
 from gcore.train.backends.sequence_parallel import ALONE, SequenceGroup
-from gcore.train.batching import Feeding, MicroBatch, ModelInputs, make_batch, make_dummy, score_batch
+from gcore.train.batching import ModelInputs, TokenBatch, TokenFeeding, make_batch, make_dummy, score_batch
 from gcore.train.models import choose_feeding
 from gcore.train.packing import CutSettings, MicroPlan, Rectangle, plan_step
 from gcore.train.rank.feed import StepInput, TrainGroup, TrainSample
@@ -88,13 +88,14 @@ def work_of(lengths: Sequence[tuple[int, int]]) -> StepInput:
     return StepInput(seal, balance_samples(seal), 0, held)
 
 
-def batches_of(work: StepInput, size: int) -> tuple[MicroBatch, list[MicroBatch]]:
+def batches_of(work: StepInput, size: int) -> tuple[TokenBatch, list[TokenBatch]]:
     """The only micro-batch of a step, alone and on each rank of a group."""
     plans = plan_step(work.seal, work.layout, 0, CutSettings(100_000, "packed"))
     micro = plans[0].micro_batches[0] if plans else MicroPlan()
     groups = [SequenceGroup(index, size) for index in range(size)]
     alone, *cut = (
-        make_batch(work, micro, Feeding("packed", VOCABULARY, torch.device("cpu"), group)) for group in [ALONE, *groups]
+        make_batch(work, micro, TokenFeeding("packed", VOCABULARY, torch.device("cpu"), group))
+        for group in [ALONE, *groups]
     )
     return alone, cut
 
@@ -165,7 +166,7 @@ def test_scores_are_gathered_and_each_rank_gets_the_gradient_of_its_own(monkeypa
     whole, cut = batches_of(work, 3)
     table = torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
-    def scored(batch: MicroBatch) -> list[Tensor]:
+    def scored(batch: TokenBatch) -> list[Tensor]:
         own = table.clone().requires_grad_()
         scores = score_batch(lambda inputs: own[inputs.tokens[0, inputs.columns]], batch, entropic=True)
         loss = (scores.logp * scores.logp).sum() + scores.entropy.sum()  # every rank computes the whole loss
@@ -175,7 +176,7 @@ def test_scores_are_gathered_and_each_rank_gets_the_gradient_of_its_own(monkeypa
     micro = plan_step(work.seal, work.layout, 0, CutSettings(100_000, "packed"))[0].micro_batches[0]
 
     def on(group: SequenceGroup) -> list[Tensor]:
-        return scored(make_batch(work, micro, Feeding("packed", VOCABULARY, torch.device("cpu"), group)))
+        return scored(make_batch(work, micro, TokenFeeding("packed", VOCABULARY, torch.device("cpu"), group)))
 
     found = Threads(3, monkeypatch).run(on)
     assert 0 in cut[0].scored_by or len(set(cut[0].scored_by)) > 1, "ranks score different numbers of tokens"
@@ -195,7 +196,7 @@ def kept_bytes(model: Any, work: StepInput, micro: MicroPlan, group: SequenceGro
     attention.group = group
     AttentionInterface.register(name, attention)
     model.set_attn_implementation(name)
-    batch = make_batch(work, micro, Feeding("packed", VOCABULARY, torch.device("cpu"), group))
+    batch = make_batch(work, micro, TokenFeeding("packed", VOCABULARY, torch.device("cpu"), group))
     attention.lay(batch.inputs.rectangles, torch.device("cpu"))
 
     def logits_of(inputs: ModelInputs) -> Tensor:
@@ -231,7 +232,7 @@ def test_a_rank_keeps_its_share_of_the_activations(size: int, monkeypatch: pytes
 
 def test_a_dummy_reaches_the_ranks_without_a_scored_token_too(monkeypatch: pytest.MonkeyPatch) -> None:
     def gradient(group: SequenceGroup) -> Tensor:
-        batch = make_dummy(Feeding("packed", VOCABULARY, torch.device("cpu"), group))
+        batch = make_dummy(TokenFeeding("packed", VOCABULARY, torch.device("cpu"), group))
         own = torch.ones(VOCABULARY, VOCABULARY, requires_grad=True)
         scores = score_batch(lambda inputs: own[inputs.tokens[0, inputs.columns]], batch)
         return torch.autograd.grad(scores.logp.sum() * 0.0, [own])[0]

@@ -18,14 +18,14 @@ from gcore.errors import DataError
 from gcore.ledger.balance import balance_samples
 from gcore.ledger.records.chain import SealedGroup
 from gcore.train.advantages import advantages
-from gcore.train.batching import BatchIndex, Feeding, StepTensors, cut_step
+from gcore.train.batching import BatchIndex, StepTensors, TokenFeeding, cut_step
 from gcore.train.objectives import Count, PolicyGradient
 from gcore.train.rank.feed import StepInput, TrainGroup, TrainSample
 from gcore.train.step import TrainedMask, trained_mask
 from gcore.types import PromptRef, Version
 
 LENGTHS = ((4, 0, 3), (1, 6), (2, 2))
-FEEDING = Feeding("packed", 10, torch.device("cpu"))
+FEEDING = TokenFeeding("packed", 10, torch.device("cpu"))
 BAND = {"correction_band": (0.5, 2.0)}
 
 

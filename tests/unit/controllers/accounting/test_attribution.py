@@ -245,6 +245,28 @@ def test_ranks_wait_for_a_batch_from_one_commit_until_all_have_their_part_of_the
     assert back.stats(later, 120.0)["seconds"] == 8.0
 
 
+@pytest.mark.parametrize(("step_tokens", "shown"), [(16, (5.0, 0.2)), (0, (None, None))])
+def test_steps_and_pictures_per_second_are_reported_only_of_generated_pictures(
+    monkeypatch: pytest.MonkeyPatch, step_tokens: int, shown: tuple[float | None, float | None]
+) -> None:
+    monkeypatch.setattr("controllers.telemetry.step_stats.sampling_stats", lambda *_: {})
+    group = OfferedGroup(
+        ref=PromptRef(0, 0, 0), digest="d", prompt_tokens=2, response_tokens=(4, 6), versions=(Version(0, 4),),
+        step_tokens=step_tokens,
+    )  # fmt: skip
+    watch = StepTimer()
+    watch.note(JobMirror(JobKeys("u")), records(4), 0.0)
+    watch.note(records(4), records(4, SealState.SEALED), 8.0)
+    watch.note(records(4), records(4, SealState.READY), 9.0)
+    spec = SimpleNamespace(data=SimpleNamespace(sources=()), train=SimpleNamespace(loss="policy"))
+    seal = Seal.model_construct(groups=(group,), outcomes=(), parts=())
+    rules = SimpleNamespace(staleness=0)
+    seen: Any = SimpleNamespace(seal=seal, mirror=records(4), rules=rules, spec=spec, ranks={})
+    stats = watch.stats(seen, 10.0)
+    assert (stats.get("denoising_steps"), stats.get("pictures_per_second")) == shown
+    assert stats["response_length"] == 5.0, "the planner reads the length of responses under this name"
+
+
 def test_ranks_do_not_wait_while_they_train_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("controllers.telemetry.step_stats.sampling_stats", lambda *_: {})
     group = OfferedGroup(

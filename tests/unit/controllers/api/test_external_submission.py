@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from controllers.api.submission.checks import check_judges, check_served_judges
+from controllers.api.submission.checks import check_judges
+from controllers.api.submission.nodes import check_served_judges
 from gcore.config import JobSpec, parse_spec
 from gcore.errors import DataError, SpecError, UsageError
 from gcore.ledger.records.job import NodeRecord

@@ -14,17 +14,16 @@ from controllers.api.store_reader import StoreReader
 from controllers.api.submission.checks import (
     MIN_FREE_BYTES,
     MOST_FOR_EVER,
-    check_backend,
-    check_blob_stores,
     check_kept_checkpoints,
     check_picture_model,
-    check_ranks,
     check_submission,
 )
+from controllers.api.submission.nodes import check_backend, check_blob_stores, check_ranks
 from controllers.api.submission.submit import Submitter
 from controllers.daemon.daemon import most_slots
 from controllers.job.preparation import check_unchanged
 from gcore.config import JobSpec, NodeConfig, new_spec, parse_spec
+from gcore.config.load import apply_flow_settings
 from gcore.config.local_cluster import FILE_NAME, LocalClusterState
 from gcore.data.dataset import DataChanged
 from gcore.data.stream import DataIdentity, identify_data
@@ -189,6 +188,14 @@ def test_a_job_with_pictures_is_refused_while_a_node_is_of_an_earlier_release() 
     check_blob_stores(parse_spec(tree | {"data": {"path": "d"}}), [new, old])
     with pytest.raises(SpecError, match=rf"data\.images: {old.name} cannot store pictures.*upgrade older nodes"):
         check_blob_stores(seeing, [new, old])
+    generates = {"rollout": {"diffusion": {"steps": 4}}, "reward": {"name": "/r.py:r"}}
+    generating = parse_spec(
+        apply_flow_settings(tree | generates | {"data": {"path": "d"}, "flow": {"name": "flow_grpo", "steps": 1}})
+    )
+    check_blob_stores(generating, [new])
+    said = rf"rollout\.engine: {old.name} cannot store pictures. Install gcore\[diffusion\]"
+    with pytest.raises(SpecError, match=said):
+        check_blob_stores(generating, [new, old])
 
 
 def spec_of_ranks(ranks: int | None) -> JobSpec:

@@ -27,6 +27,7 @@ from controllers.cluster.registration import (
 from controllers.cluster.slot_health import SlotHealth
 from controllers.identity import Identity
 from gcore.config import NodeConfig
+from gcore.engines.emulated.launch import LAW_FILE
 from gcore.ledger.records.cluster import NodeFacts, SickSlots, SlotFacts
 from gcore.ledger.records.job import NodeRecord
 from gcore.schema import NEWEST_VERSION
@@ -205,6 +206,20 @@ async def test_cores_have_a_part_of_their_hosts_memory_and_no_driver_is_asked() 
     assert facts is not None
     assert facts.host_memory_gib == pytest.approx(host_memory().total / 2**30, abs=0.001)
     assert facts.slots == (SlotFacts(slot="cpu:0"), SlotFacts(slot="cpu:1"))
+
+
+async def test_emulated_slots_have_the_memory_of_their_timing_file(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "law.json"
+    monkeypatch.setenv(LAW_FILE, str(file))
+    assert await node_facts(("emulated:0",)) is None, "a file that is not there"
+    for text in ('{"speedup": 4.0}', '{"memory_gib": "much"}', "no JSON"):
+        file.write_text(text)
+        assert await node_facts(("emulated:0",)) is None
+    file.write_text('{"memory_gib": 2.5}')
+    slots = (SlotFacts(slot="emulated:0", memory_gib=2.5), SlotFacts(slot="emulated:1", memory_gib=2.5))
+    assert await node_facts(("emulated:0", "emulated:1"), 8.0) == NodeFacts(host_memory_gib=8.0, slots=slots)
 
 
 @pytest.mark.parametrize(

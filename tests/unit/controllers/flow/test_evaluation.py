@@ -6,21 +6,24 @@ import asyncio
 import contextlib
 import random
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from eval_crew import FIRST, KEYS, Crew, anonymous, coin
 
+from controllers.flow.evaluation import score_answers
 from controllers.flow.job_data import eval_seed
 from controllers.rules.step import TAKEOVER_S
 from gcore.errors import DataError
 from gcore.ledger.evaluation import PART_RESPONSES, record_evaluation, record_part
+from gcore.ledger.records.job import EvalPart, KeptPicture
 from gcore.ledger.transactions import TransactionExecutor, TxnOutcome
 from gcore.media.pictures import PictureError
-from gcore.reward.api import PictureFile
+from gcore.reward.api import PictureFile, RewardResult
 from gcore.testing import Call, Fate
 from gcore.testing.store import PerfectNetwork
-from gcore.types import Prompt, Version
+from gcore.types import DenoisingTrajectory, Medium, Prompt, Sample, Version, VersionSpan
 
 SIZES = {"sums": 300, "words": 50}
 DRAWN = {"samples": 4, "temperature": 0.8, "pass_k": [1, 2, 4]}
@@ -112,6 +115,29 @@ async def test_responses_to_a_damaged_picture_are_unscored(when: str) -> None:
     crew.start()
     score = (await crew.finish()).by_source["e"]
     assert (score.accuracy, score.unscored, score.why_unscored) == (0.75, 1, "a.png: the picture has changed")
+
+
+async def test_a_generated_picture_is_named_beside_its_reward_and_not_its_other_blobs() -> None:
+    """The states of a trajectory are large, and no display uses them."""
+    crew = Crew({"e": 1})
+    pipeline, prompt = crew.data.evaluated["e"], crew.data.evaluation[0].prompt(0)
+    states = Medium("trajectory", "ee" * 32, 4096, (5, 3, 8, 8), "float32")
+    picture = Medium("decoded", "ab" * 32, 123, (8, 16, 3), "uint8")
+    made = DenoisingTrajectory((), (1.0, 0.0), (), (VersionSpan(FIRST, 0, 1),), 7, (states, picture))
+
+    async def scored(prompt: Prompt, samples: Any) -> tuple[RewardResult, ...]:
+        return (RewardResult(0.5), RewardResult(1.0))
+
+    text = Sample((7,), (0.0,), "yes", "stop", made.spans)
+    pipeline = SimpleNamespace(source=pipeline.source, each_scored=scored)
+    answers = [Sample(output=made, finish_reason="stop"), text]
+    first, second = await score_answers(pipeline, 1.0, prompt, answers, FIRST)  # type: ignore[arg-type]
+    assert first.shown.picture == KeptPicture(sha256="ab" * 32, size=123, height=8, width=16)
+    assert (first.shown.response, first.shown.reward, first.shown.correct) == ("", 0.5, False)
+    assert second.shown.picture is None
+    assert b"picture" not in EvalPart(
+        version=FIRST, number=0, parts=1, source="e", first=0, samples=1, correct=(1,), reward=1.0, shown=(first.shown,)
+    ).encode(2)
 
 
 async def test_more_responses_than_an_engine_takes_at_once_go_in_several_requests() -> None:

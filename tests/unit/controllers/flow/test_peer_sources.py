@@ -529,6 +529,12 @@ async def test_an_evaluation_is_greedy_and_has_an_accuracy_for_each_source(tmp_p
     assert [sample.source for sample in made.samples] == ["sums", "letters", "sums"]
 
 
+def test_only_an_evaluation_scores_responses_without_their_group(tmp_path: Path) -> None:
+    data = Alone(tmp_path).peer.data
+    assert [one.evaluates for one in data.sources.values()] == [False, False]
+    assert [one.evaluates for one in data.evaluated.values()] == [True, True]
+
+
 class Odd:
     """Can score nothing."""
 

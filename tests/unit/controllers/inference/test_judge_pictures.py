@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ import numpy as np
 import pytest
 from picture_models import picture_tokenizer, token_ids, write_picture_model
 from safetensors.numpy import save_file
+from tiny_classifiers import make_tiny_clip
+from tokenizers import Tokenizer
 
 from controllers.api.submission.checks import CheckedJudge, check_judges
 from controllers.changes import ChangeSignal
@@ -26,6 +29,7 @@ from gcore.media.placeholders import PictureRule
 from gcore.models.hubs import ModelError
 from gcore.models.resolve import ResolvedModel
 from gcore.observability.metrics import Metrics
+from gcore.reward.api import Response
 from gcore.reward.judges.judge import Judge
 from gcore.reward.judges.template import Question
 from gcore.reward.judges.types import IMAGE_MARK, JudgeAway, JudgeError, Unjudgeable
@@ -129,6 +133,94 @@ def expanded(ids: list[int]) -> list[int]:
 
 
 CLASSIFIER: dict[str, Any] = {"kind": "classifier", "max_new_tokens": 256}
+
+
+def drawing_spec(folder: Path, **judge: Any) -> JobSpec:
+    """A job whose policy generates pictures, so that its folder has no vision-language model."""
+    told = {"name": "eye", "model": {"path": str(folder / "judge")}, "images": True, "max_new_tokens": 2, "tries": 1}
+    write_picture_model(folder / "judge", "qwen3_5" if judge.get("kind") == "classifier" else "qwen3_vl")
+    tree: dict[str, Any] = {"name": "t", "model": {"path": str(folder / "policy")}, "flow": {"steps": 1}}
+    tree |= {"data": {"path": "d"}, "rollout": {"engine": "diffusers", "diffusion": {}}, "reward": {"judge": "eye"}}
+    tree["train"] = {"clip_low": 1e-4, "clip_high": 1e-4}
+    return parse_spec(tree | {"judges": [told | {"template": "{{ prompt }}{{ response }}"} | judge]})
+
+
+DRAWN = Response("", picture_file=("/blobs/ab", "ab" * 32, 48, 32))
+
+
+@pytest.mark.parametrize("more", [{}, CLASSIFIER], ids=["generative", "classifier"])
+async def test_a_judge_sees_the_picture_that_the_policy_generated(tmp_path: Path, more: dict[str, Any]) -> None:
+    court = Court(drawing_spec(tmp_path, **more))
+    judge = await court.judge()
+    prompt = Prompt(PromptRef(0, 0, 0), "red?", (1,), {})
+    assert (await court.clock.run(judge.value(prompt, DRAWN))).value == 1.0
+    (body,) = court.asked
+    assert body["image_data"] == [[f"/far/u/cd/{BLOB}"]]
+    assert body["input_ids"][0][-3:] == [START, PAD, END]
+    assert court.media.used == [(PictureRef("/blobs/ab", "ab" * 32, 48, 32, 48, 32),)]
+    await court.pool.close()
+
+
+def test_submission_counts_the_tokens_of_a_generated_picture_for_the_judges_context(tmp_path: Path) -> None:
+    prompt = Prompt(PromptRef(0, 0, 0), "red?", (1,), {})
+    for template, tokens in (("{{ prompt }}{{ response }}", 12), ("{{ first }}{{ second }}", 16)):
+        mode = "pairwise" if "first" in template else "pointwise"
+        for longest, fits in ((tokens + 3, True), (tokens + 2, False)):
+            model = {"path": str(tmp_path / "judge"), "max_length": longest}
+            spec = drawing_spec(tmp_path, template=template, mode=mode, model=model)
+            encoder = judge_encoder(0, spec.judges[0], tmp_path / "judge")
+            question = Question.compile(spec.judges[0], "judges.0", generates=True)
+            checked = CheckedJudge(0, spec.judges[0], question, encoder=encoder)
+            said = f"has {tokens} tokens, which with max_new"
+            with contextlib.nullcontext() if fits else pytest.raises(SpecError, match=said):
+                checked.check_question(prompt, "data", (48, 32))
+
+
+def scorer_spec(folder: Path, **judge: Any) -> JobSpec:
+    """A job that generates pictures, with a CLIP model as its judge."""
+    spec = drawing_spec(folder, kind="classifier", max_new_tokens=256, **judge)
+    shutil.rmtree(folder / "judge")
+    make_tiny_clip(folder / "judge", context=12)
+    return spec
+
+
+async def test_a_scorer_gets_the_text_and_the_picture_in_its_own_size_apart(tmp_path: Path) -> None:
+    court = Court(scorer_spec(tmp_path))
+    judge = await court.judge()
+    prompt = Prompt(PromptRef(0, 0, 0), "red?", (1,), {})
+    assert (await court.clock.run(judge.value(prompt, DRAWN))).value == 1.0
+    (body,) = court.asked
+    tokenizer = Tokenizer.from_file(str(tmp_path / "judge" / "tokenizer.json"))
+    assert body["input_ids"] == [tokenizer.encode("red?").ids]
+    assert body["image_data"] == [[f"/far/u/cd/{BLOB}"]]
+    assert court.media.used == [(PictureRef("/blobs/ab", "ab" * 32, 48, 32, 48, 32),)]
+    too_long = Prompt(PromptRef(0, 0, 1), "red green blue", (1,), {})
+    with pytest.raises(JudgeError, match="has 16 tokens, which do not fit into the judge's context of 12"):
+        await court.clock.run(judge.value(too_long, DRAWN))
+    await court.pool.close()
+
+
+def test_a_scorer_sees_one_picture(tmp_path: Path) -> None:
+    encoder = judge_encoder(0, scorer_spec(tmp_path).judges[0], tmp_path / "judge")
+    assert encoder.max_length == 12
+    assert encoder.targets((PICTURE,)) == (PICTURE,)
+    with pytest.raises(DataError, match=r"it shows 2 pictures, and a model of the type 'clip' scores one"):
+        encoder.encode(f"{IMAGE_MARK}{IMAGE_MARK}red", (PICTURE, PICTURE), None)
+
+
+def test_submission_checks_the_folder_and_the_texts_of_a_scorer(tmp_path: Path) -> None:
+    spec = scorer_spec(tmp_path)
+    checked = check_judges(spec)["eye"]
+    for text, fits in (("ninechars", True), ("ten chars.", False)):
+        prompt = Prompt(PromptRef(0, 0, 0), text, (1,), {})
+        with (
+            contextlib.nullcontext() if fits else pytest.raises(SpecError, match="has 12 tokens, which leaves no room")
+        ):
+            checked.check_question(prompt, "data", (48, 32))
+    (tmp_path / "judge" / "preprocessor_config.json").unlink()
+    with pytest.raises(DataError, match="has no image processor") as caught:
+        check_judges(spec)
+    assert str(caught.value.where).startswith("judges.0 ('eye')")
 
 
 def spec_with(folder: Path, **judge: Any) -> JobSpec:

@@ -165,6 +165,21 @@ def seal_of(step: int) -> Seal:
     )
 
 
+def test_a_picture_counts_with_all_its_denoising_steps_also_untrained_ones() -> None:
+    """Also where groups were filtered, and where the window of trained steps moves."""
+    plan = plan_of(FIRST)
+    one = entry(1).model_copy(
+        update={"stats": {**entry(1).stats, "prompts_per_group": 1.5, "response_length_before_filter": 4.0}}
+    )
+    history = StepHistory(denoising_steps=10)
+    begun, noted = mirror_of(plan, [entry(0)]), mirror_of(plan, [entry(0), one])
+    history.note(replace(begun, seals={1: stored(seal_of(1))}), noted, there)
+    later = entry(2).model_copy(update={"stats": {**entry(2).stats, "response_length": 2.0}})
+    missed = mirror_of(plan, [entry(0), one, later])
+    assert [step.lengths for step in history.steps(missed)] == [(10.0,) * 2, (10.0,) * 3, (10.0,) * 2]
+    assert {step.tokens for step in history.committed(missed)} == {10.0}, "no move is said to have had other responses"
+
+
 def there(*nodes: str) -> Snapshot:
     return Snapshot(tuple(NodeSlots(node, tuple(f"cpu:{n}" for n in range(8))) for node in nodes or ("node-0",)))
 

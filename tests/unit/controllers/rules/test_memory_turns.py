@@ -212,6 +212,21 @@ def test_a_job_that_keeps_its_memory_knows_no_turns() -> None:
         assert {i.after for i in train_step(view)} <= {0.0}
 
 
+def test_a_rank_on_a_slot_of_its_own_keeps_its_memory_once_no_engine_is_left_there() -> None:
+    alone = Cluster(released={0: PARTS, 1: frozenset()}, ready=True)
+    alone.places = (PLACES[0], JUDGE, ELSEWHERE)
+    assert {i.action.rank: i.after for i in alone.intents(PEER) if isinstance(i.action, TrainBatch)} == {
+        0: PATIENCE_S,
+        1: 0.0,
+    }
+    assert blocking_nodes(alone.view()) == ("node-0",)
+    alone.ready = False
+    assert list(take_turns(alone.view(PEER))) == []
+    view = alone.view(PEER)
+    left_over = replace(view, workers={**view.workers, "old": engine(PLACES[1], "starting")}, remembered=Memo())
+    assert deeds(take_turns(left_over)) == [ReleaseRank(1, 0)]
+
+
 def test_wait_report_names_the_nodes_that_release_memory() -> None:
     cluster = Cluster(ready=True)
     (wait,) = (one for one in current_waits(cluster.view()) if one.cause == "train")

@@ -13,7 +13,8 @@ from placed_views import engine, place, placed
 
 from controllers.accounting.attribution import VacantPlaces, slots_left_by_ranks
 from controllers.accounting.step_account import StepAccountBuilder
-from controllers.api.submission.checks import check_engine, check_freeze, check_heads, check_spans
+from controllers.api.submission.checks import check_freeze, check_heads
+from controllers.api.submission.nodes import check_engine, check_spans
 from controllers.cli.view.placement import slot_roles
 from controllers.rules.actions import SleepEngine, WakeEngine
 from controllers.rules.memory import apply_sleep_plan, owned_engines

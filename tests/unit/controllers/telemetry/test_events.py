@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+import pytest
+
 from controllers.telemetry.events import MOST_EVENTS, PER_REVISION, EventLog, split_by_revision
 from gcore.ledger import chain
 from gcore.ledger.chain import ChainWriter
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records.chain import Assignment, Checkpoint, Checkpoints, EndedRef, Member
-from gcore.ledger.records.job import Evaluation, JobPhase, JobStatus, Move, MoveOutcome, Moves, SourceScore, SplitPart
+from gcore.ledger.records.job import (
+    EvalSample,
+    Evaluation,
+    JobPhase,
+    JobRecord,
+    JobStatus,
+    KeptPicture,
+    Move,
+    MoveOutcome,
+    Moves,
+    SourceScore,
+    SplitPart,
+)
 from gcore.store.keys import JobKeys
 from gcore.store.types import KeyValue, WatchBatch, WatchEvent
 from gcore.types import PromptRef, Version
@@ -163,6 +177,22 @@ def test_of_a_job_with_one_source_the_steps_own_share_is_looked_at() -> None:
     log = heard(steps_with({"truncated": 0.51}, {"truncated": 0.99}))
     assert [event.kind for event in log.events] == ["step", "warning", "step"]
     assert log.events[1].data["source"] == "data"
+
+
+@pytest.mark.parametrize("picture_mib", [1, 0])
+def test_an_evaluation_names_the_files_of_its_generated_pictures(picture_mib: int) -> None:
+    spec = {"samples": {"picture_mib": picture_mib}}
+    job = JobRecord(uid="u", name="j", spec=spec, run_dir="/runs/j-u", created=0.0, prompts=9)
+    picture = KeptPicture(sha256="ab" * 32, size=9, height=8, width=16)
+    samples = tuple(
+        EvalSample(prompt="red", response="", answer="", reward=1.0, picture=shown) for shown in (picture, None)
+    )
+    evaluation = Evaluation(version=Version(1, 4), accuracy=0.5, count=2, samples=samples)
+    log = heard([[put(KEYS.job, job.encode(), 6)], [put(KEYS.evaluation("1.4"), evaluation.encode(), 7)]])
+    first, second = log.events[-1].data["samples"]
+    file = f"/runs/j-u/samples/evaluation-1-4/{'ab' * 32}.png" if picture_mib else ""
+    assert first["picture"] == {"sha256": "ab" * 32, "size": 9, "height": 8, "width": 16, "file": file}
+    assert "picture" not in second
 
 
 def test_an_evaluation_tells_the_accuracy_of_each_source() -> None:

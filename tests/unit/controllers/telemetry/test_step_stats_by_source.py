@@ -8,6 +8,7 @@ from controllers.api.job_messages import best_checkpoint, source_reports
 from controllers.telemetry.gauges import show_job
 from controllers.telemetry.step_stats import (
     drop_reward_stats,
+    drop_token_stats,
     source_key,
     source_stats,
     split_source_key,
@@ -91,6 +92,26 @@ def test_a_step_of_demonstrations_says_no_reward() -> None:
         "loss": 1.0,
     }
     assert drop_reward_stats(stats) == {"groups/sums": 2.0, "tokens": 9.0, "loss": 1.0}
+
+
+def test_display_of_generated_pictures_has_no_metrics_in_tokens() -> None:
+    counted = {"response_length": 5.0, "response_length/sums": 5.0, "truncated": 0.0, "tokens_per_second": 9.0}
+    others = {"reward": 0.5, "reward/sums": 0.5, "loss": 1.0}
+    assert drop_token_stats(counted | others) == counted | others
+    pictures = {"denoising_steps": 5.0, "pictures_per_second": 2.0}
+    assert drop_token_stats(counted | others | pictures) == others | pictures
+    metrics = Metrics()
+    stats = counted | others | pictures | {"response_length_before_filter": 5.0}
+    show_job(metrics, *mirror_and_batch(stats), "a")
+    shown = {
+        name: metrics.registry.get_sample_value(name, {"job": "j"})
+        for name in ("gcore_denoising_steps", "gcore_pictures_per_second", "gcore_response_tokens")
+    }
+    assert shown == {"gcore_denoising_steps": 5.0, "gcore_pictures_per_second": 2.0, "gcore_response_tokens": None}
+    assert metrics.registry.get_sample_value("gcore_tokens_per_second", {"job": "j"}) is None
+    of_source = {"job": "j", "source": "sums"}
+    assert metrics.registry.get_sample_value("gcore_source_response_tokens", of_source) is None
+    assert metrics.registry.get_sample_value("gcore_source_reward", of_source) == 0.5
 
 
 def test_sources_with_mostly_truncated_responses_are_named() -> None:

@@ -20,8 +20,8 @@ from controllers.api.edge.errors import NotFound
 from controllers.web import content as curves
 from controllers.web import content as kept_runs
 from controllers.web import content as timeline
-from controllers.web.app import MOST_AT_ONCE, PageApp, content_security_policy, load_page, parse_after
-from controllers.web.content import MOST_RUNS, FileCache, reachable_address
+from controllers.web.app import MOST_AT_ONCE, PageApp, content_security_policy, load_page, parse_number
+from controllers.web.content import MOST_CACHED, FileCache, ServedPicture, reachable_address
 from gcore.errors import GcoreError, StoreUnavailable
 from gcore.ledger.records.slot_accounting import AccountLine, Span, StepAccount, append_line
 from gcore.types import Version
@@ -59,8 +59,12 @@ class Told:
         self.asked.append((uid, -2))
         return {"rows": []}
 
-    async def pictures(self, uid: str) -> dict[str, Any]:
-        return {"prompts": []}
+    async def pictures(self, uid: str, step: int | None) -> dict[str, Any]:
+        return {"step": step, "prompts": []}
+
+    async def picture(self, uid: str, folder: str, sha256: str) -> ServedPicture:
+        self.asked.append((f"{uid} {folder} {sha256}", -3))
+        return ServedPicture("image/png", b"\x89PNG")
 
 
 @pytest.fixture
@@ -97,9 +101,39 @@ def test_the_page_and_its_questions_are_answered(loop: asyncio.AbstractEventLoop
     assert json.loads(get(app, "/page/jobs")[2]) == {"jobs": []}
     assert json.loads(get(app, "/page/jobs/sums-1a", "after=17")[2]) == {"uid": "sums-1a"}
     assert json.loads(get(app, "/page/jobs/sums-1a/slots")[2]) == {"rows": []}
-    assert json.loads(get(app, "/page/jobs/sums-1a/pictures")[2]) == {"prompts": []}
+    assert json.loads(get(app, "/page/jobs/sums-1a/pictures")[2]) == {"step": None, "prompts": []}
+    assert json.loads(get(app, "/page/jobs/sums-1a/pictures", "step=7")[2])["step"] == 7
+    assert json.loads(get(app, "/page/jobs/sums-1a/pictures", "step=x")[2])["step"] is None
     assert json.loads(get(app, "/targets")[2])[0]["targets"] == ["127.0.0.1:9090"]
     assert told.asked == [("sums-1a", 17), ("sums-1a", -2)]
+
+
+@pytest.mark.parametrize("folder", ["0-12", "evaluation-3-0"])
+def test_a_picture_is_sent_with_its_type_and_nothing_is_guessed(loop: asyncio.AbstractEventLoop, folder: str) -> None:
+    told = Told()
+    status, headers, body = get(app_of(told, loop), f"/page/jobs/sums-1a/pictures/{folder}/{'ab' * 32}")
+    assert (status, headers["Content-Type"], body) == ("200 OK", "image/png", b"\x89PNG")
+    assert headers["X-Content-Type-Options"] == "nosniff"
+    assert told.asked == [(f"sums-1a {folder} {'ab' * 32}", -3)]
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        f"pictures/0-1/{'ab' * 31}",
+        f"pictures/0-1/{'AB' * 32}",
+        f"pictures/../{'ab' * 32}",
+        f"pictures/0-1/../{'ab' * 32}",
+        f"pictures/other-0-1/{'ab' * 32}",
+        f"pictures/0-1/{'ab' * 32}.png",
+        f"pictures/0-1/{'ab' * 32}\n",
+        f"pictures/٣-1/{'ab' * 32}",
+    ],
+)
+def test_a_path_that_names_no_picture_is_not_found(loop: asyncio.AbstractEventLoop, path: str) -> None:
+    told = Told()
+    assert get(app_of(told, loop), f"/page/jobs/sums-1a/{path}")[0] == "404 Not Found"
+    assert told.asked == []
 
 
 @pytest.mark.parametrize(
@@ -175,7 +209,7 @@ def test_a_controller_that_ends_says_so() -> None:
 
 @given(st.text(max_size=300))
 def test_any_query_is_a_number_or_none(query: str) -> None:
-    assert parse_after(query) >= -1
+    assert parse_number(query, "after") >= -1
 
 
 def test_nothing_but_the_pages_own_script_runs_and_nothing_is_loaded_from_outside() -> None:
@@ -288,7 +322,7 @@ def test_a_folder_is_read_once_until_there_is_something_new(tmp_path: Path) -> N
         return len(reads)
 
     kept = FileCache(curves.curves_stamp, read)
-    runs = [tmp_path / str(number) for number in range(MOST_RUNS + 1)]
+    runs = [tmp_path / str(number) for number in range(MOST_CACHED + 1)]
     for run in runs:
         run.mkdir()
     assert [kept.of(runs[0]), kept.of(runs[0])] == [1, 1]
@@ -296,8 +330,8 @@ def test_a_folder_is_read_once_until_there_is_something_new(tmp_path: Path) -> N
     assert [kept.of(runs[0]), kept.of(runs[0])] == [2, 2]
     for run in runs[1:]:
         kept.of(run)
-    assert kept.of(runs[-1]) == MOST_RUNS + 2
-    assert kept.of(runs[0]) == MOST_RUNS + 3, "the oldest was forgotten"
+    assert kept.of(runs[-1]) == MOST_CACHED + 2
+    assert kept.of(runs[0]) == MOST_CACHED + 3, "the oldest was forgotten"
 
 
 def test_a_disk_that_hangs_keeps_one_thread_and_not_all_who_ask(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,28 @@ from stored_job import StoredJob
 from controllers.api.edge.access import Caller, Role, acting_as
 from controllers.api.edge.errors import NotFound
 from controllers.api.store_reader import StoreReader
-from controllers.web.content import MOST_EVENTS, PageContent
+from controllers.web.content import MOST_EVENTS, PageContent, ServedPicture
 from gcore.config import parse_spec
 from gcore.ledger.records.cluster import Claim, Shares
-from gcore.ledger.records.job import Move, MoveKind, Moves, NodeRecord, SplitPart, Trouble
-from gcore.observability.samples import KeptGroup, KeptPicture, KeptSample, KeptText, step_folder, write_samples
+from gcore.ledger.records.job import (
+    EvalSample,
+    Evaluation,
+    KeptPicture,
+    Move,
+    MoveKind,
+    Moves,
+    NodeRecord,
+    SplitPart,
+    Trouble,
+)
+from gcore.observability.samples import (
+    KeptGroup,
+    KeptSample,
+    KeptText,
+    evaluation_folder,
+    step_folder,
+    write_samples,
+)
 from gcore.store import keys
 from gcore.store.types import Put
 from gcore.testing import FakeClock, MemoryCluster, MemoryStore
@@ -76,7 +94,7 @@ async def test_jobs_of_a_foreign_namespace_are_hidden(tmp_path: Path) -> None:
     _, shown = await a_job(tmp_path, "research")
     with acting_as(BOB):
         assert (await shown.cluster())["jobs"] == []
-        for asked in (shown.job("u", -1), shown.slots("u"), shown.pictures("u")):
+        for asked in (shown.job("u", -1), shown.slots("u"), shown.pictures("u"), shown.picture("u", "0-1", "ab" * 32)):
             with pytest.raises(NotFound, match="there is no job 'u'"):
                 await asked
     with acting_as(ANN):
@@ -153,8 +171,102 @@ async def test_pictures_of_the_newest_samples_are_shown_and_deleted_ones_by_thei
     tree = await shown.pictures("u")
     assert (tree["step"], len(tree["prompts"])) == (3, 1)
     assert tree["prompts"][0]["prompt"] == "p" * 200
-    assert tree["prompts"][0]["pictures"] == [(kept, "data:image/png;base64,iVBORw=="), (gone, "")]
+    assert tree["prompts"][0]["pictures"] == [
+        {"sha256": kept, "url": "data:image/png;base64,iVBORw==", "height": 2, "reward": None},
+        {"sha256": gone, "url": "", "height": 2, "reward": None},
+    ]
     assert tree["prompts"][0]["of_tools"] == tree["prompts"][0]["pictures"], "each once"
+    assert tree["prompts"][0]["generated"] == []
+    assert tree["held_out"] == {"steps": [], "prompts": []}
+
+
+def a_picture(folder: Path, size: int, *, number: int = 0) -> KeptPicture:
+    """A picture of `size` bytes in a folder of samples."""
+    data = b"\x89PNG" + number.to_bytes(4, "big") + bytes(size - 8)
+    picture = KeptPicture(sha256=hashlib.sha256(data).hexdigest(), size=size, height=512, width=512)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{picture.sha256}.png").write_bytes(data)
+    return picture
+
+
+def write_generated(run_dir: Path, version: Version, *pictures: KeptPicture) -> None:
+    samples = tuple(
+        KeptSample(response=KeptText(text=""), tokens=0, reward=number / 4, finish_reason="stop", picture=one, steps=5)
+        for number, one in enumerate(pictures)
+    )
+    group = KeptGroup(
+        ref=PromptRef(0, 0, 0), digest="d", source="s", prompt=KeptText(text="red"), prompt_tokens=1, holder="n0.a",
+        samples=samples,
+    )  # fmt: skip
+    write_samples(run_dir, version, "n0.a", [group])
+
+
+async def test_generated_pictures_are_shown_by_step_with_their_rewards(tmp_path: Path) -> None:
+    _, shown = await a_job(tmp_path)
+    for step in (1, 3):
+        version = Version(0, step)
+        sizes = (100, 20_000, (8 << 20) + 1)
+        pictures = [a_picture(step_folder(tmp_path, version), size, number=step) for size in sizes]
+        write_generated(tmp_path, version, *pictures)
+    newest, first = await shown.pictures("u"), await shown.pictures("u", 1)
+    assert [(one["step"], one["steps"]) for one in (newest, first)] == [(3, [1, 3]), (1, [1, 3])]
+    assert await shown.pictures("u", 2) == newest
+    (prompt,) = first["prompts"]
+    assert [one["reward"] for one in prompt["generated"]] == [0.0, 0.25, 0.5]
+    small, large, too_large = (one["url"] for one in prompt["generated"])
+    assert small.startswith("data:image/png;base64,")
+    assert large == f"pictures/0-1/{prompt['generated'][1]['sha256']}"
+    assert too_large == ""
+    assert (prompt["pictures"], prompt["of_tools"]) == ([], [])
+
+
+async def test_a_picture_is_sent_if_its_bytes_are_those_of_its_name(tmp_path: Path) -> None:
+    _, shown = await a_job(tmp_path)
+    folder = step_folder(tmp_path, Version(0, 1))
+    kept, large = a_picture(folder, 20_000), a_picture(folder, (8 << 20) + 1)
+    assert await shown.picture("u", "0-1", kept.sha256) == ServedPicture(
+        "image/png", (folder / f"{kept.sha256}.png").read_bytes()
+    )
+    secret = tmp_path / "secret"
+    secret.write_text(SECRET)
+    (folder / f"{'ee' * 32}.png").symlink_to(secret)
+    for name in (large.sha256, "ee" * 32, "00" * 32):
+        with pytest.raises(NotFound, match=f"there is no picture {name} in '0-1'"):
+            await shown.picture("u", "0-1", name)
+    (folder / f"{kept.sha256}.png").unlink()
+    with pytest.raises(NotFound):
+        await shown.picture("u", "0-1", kept.sha256)
+
+
+async def test_held_out_pictures_of_the_first_the_best_and_the_newest_evaluation_are_side_by_side(
+    tmp_path: Path,
+) -> None:
+    job, shown = await a_job(tmp_path)
+    puts, kept = [], {}
+    for step, accuracy in {0: 0.1, 1: 0.2, 2: 0.9, 3: 0.5}.items():
+        version = Version(0, step)
+        kept[step] = [a_picture(evaluation_folder(tmp_path, version), 100, number=10 * step + n) for n in range(12)]
+        samples = tuple(
+            EvalSample(
+                prompt="red", response="", answer="", reward=step / 4, correct=step > 1, picture=one, source="s",
+                unscored="odd" if step == 3 else "",
+            )
+            for one in kept[step]
+        )  # fmt: skip
+        made = Evaluation(version=version, accuracy=accuracy, count=12, samples=samples)
+        puts.append(Put(job.keys.evaluation(str(version)), made.encode()))
+    assert job.mirror.head is not None
+    puts.append(Put(job.keys.head, job.mirror.head.record.model_copy(update={"step": 3}).encode()))
+    await job.store.transact((), tuple(puts))
+    found = (await shown.pictures("u"))["held_out"]
+    assert (found["steps"], len(found["prompts"])) == ([0, 2, 3], 8)
+    for number, card in enumerate(found["prompts"]):
+        assert card["prompt"] == "red", "equal prompts are compared by their order"
+        assert [one["sha256"] for one in card["pictures"]] == [kept[step][number].sha256 for step in (0, 2, 3)]
+        assert [one["reward"] for one in card["pictures"]] == [0.0, 0.5, 0.75]
+        assert card["right"] == [False, True, None]
+        assert all(one["url"].startswith("data:") for one in card["pictures"])
+    assert json.loads(json.dumps(found)) == found
 
 
 async def test_a_job_that_waits_for_slots_says_so(tmp_path: Path) -> None:

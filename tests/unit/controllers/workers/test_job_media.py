@@ -16,7 +16,7 @@ import pytest
 from picture_models import write_picture_model
 from prometheus_client import generate_latest
 
-from controllers.api.submission.checks import check_blob_room
+from controllers.api.submission.nodes import check_blob_room
 from controllers.changes import ChangeSignal
 from controllers.flow.group_buffer import GroupBuffer
 from controllers.flow.job_data import JobData
@@ -67,12 +67,15 @@ class StoreClient:
         """Bytes of the whole store, of stored blobs, reserved by the controller, and for transfers to ranks."""
         self.fetched = BlobFetch(frozenset({MEDIUM.sha256}), frozenset(), {}, "/away/job")
         self.asked: list[tuple[Sequence[Blob], Sequence[str]]] = []
+        self.holders: list[str] = []
+        """The owner of the reservation that each fetch uses up."""
         self.located: dict[str, Collection[str]] = {}
 
-    async def fetch(self, blobs: Sequence[Blob], nodes: Sequence[str]) -> BlobFetch:
+    async def fetch(self, blobs: Sequence[Blob], nodes: Sequence[str], *, holder: str = TRANSFERS) -> BlobFetch:
         if self.error is not None:
             raise self.error
         self.asked.append((blobs, nodes))
+        self.holders.append(holder)
         return self.fetched
 
     async def make_picture(self, picture: PictureRef, incarnation: str, ttl_s: float) -> Medium:
@@ -421,7 +424,7 @@ def test_an_offer_names_the_patches_of_distinct_pictures_and_what_they_cost(
     assert work.tokens == math.ceil(work.patches * passes / 3 * 2 / 6)
     buffer = GroupBuffer()
     buffer.add_group(group, *work)
-    assert (buffer.offers[group.ref].patches, buffer.offers[group.ref].picture_tokens) == work
+    assert (buffer.offers[group.ref].patches, buffer.offers[group.ref].picture_tokens) == work[:2]
 
 
 async def test_an_engine_of_this_node_reads_the_blobs_of_this_nodes_store() -> None:
@@ -584,6 +587,16 @@ async def test_a_lost_picture_of_a_tool_makes_a_judge_unavailable_and_a_damaged_
                 raise AssertionError("it does not exist")
 
 
+def test_a_response_has_one_generated_picture() -> None:
+    media = media_of(StoreClient(), set(), FakeClock())
+    drawn, states = MEDIUM._replace(kind="decoded"), MEDIUM._replace(kind="trajectory")
+    file = media.generated_picture((states, drawn))
+    assert file == PictureFile(f"/here/job/cd/{MEDIUM.sha256}", MEDIUM.sha256, 32, 48)
+    for wrong in ((states,), (drawn, drawn)):
+        with pytest.raises(EngineError, match="pictures for a response, instead of 1"):
+            media.generated_picture(wrong)
+
+
 def of_picture(number: int) -> Prompt:
     """A prompt with a picture of its own, whose blob has 100 bytes."""
     picture = PICTURE._replace(path=f"/data/{number}.png", sha256=f"{number:02x}" * 32, size=100)
@@ -653,16 +666,16 @@ TOOL_PICTURE = PICTURE._replace(path="/tmp/tool.png", sha256="ee" * 32)
 
 def media_with_tools(client: StoreClient, held: set[PromptRef], clock: FakeClock) -> JobMedia:
     blobs: Any = Blobs(client)
-    return JobMedia(blobs, "job", "node.1", lambda: held, frozenset, ChangeSignal(), str, clock, tool_bytes=120)
+    return JobMedia(blobs, "job", "node.1", lambda: held, frozenset, ChangeSignal(), str, clock)
 
 
 async def test_room_for_pictures_of_tools_is_reserved_until_all_responses_are_finished() -> None:
     client = StoreClient()
     media = media_with_tools(client, set(), FakeClock())
     first, second = of_picture(0), of_picture(1)
-    assert await media.reserve(first)
+    assert await media.reserve(first, 120)
     assert client.reserved == 100 + 120
-    assert not await media.reserve(second)
+    assert not await media.reserve(second, 120)
     await media.in_request(first, trained=True)
     assert client.reserved == 120
     stored = await media.store_for(first.ref, TOOL_PICTURE)
@@ -676,7 +689,7 @@ async def test_a_prompt_without_pictures_has_room_for_those_of_tools() -> None:
     client = StoreClient()
     media = media_with_tools(client, set(), FakeClock())
     plain = replace(prompt(), pictures=())
-    assert await media.reserve(plain)
+    assert await media.reserve(plain, 120)
     assert client.reserved == 120
     await media.release(plain.ref)
     assert client.reserved == 0
@@ -736,6 +749,7 @@ class Holder:
     def __init__(self, media: JobMedia, held: Sequence[int]) -> None:
         self.media, self.buffer, self.changes = media, GroupBuffer(), SimpleNamespace(notify=lambda: None)
         self.clock, self.lacking, self.duplicates = FakeClock(), 0, set[int]()
+        self.data = SimpleNamespace(made_bytes=0)
         """`lacking`: bytes of blobs that ranks of this node lack. `duplicates`: prompts whose group is taken from another peer."""
         self.warnings: list[str] = []
         self._warnings = SimpleNamespace(hold=lambda topic, sentence: self.warnings.append(sentence))
@@ -860,15 +874,15 @@ def test_a_job_whose_pictures_cannot_fit_is_refused_with_both_numbers() -> None:
         return [NodeRecord(name=f"n{number}", blob_bytes=size, **common) for number, size in listed]
 
     sources: Any = [Source(range(100))]
-    check_blob_room(spec(), nodes(5_000, 5_000), sources)
+    check_blob_room(spec(), nodes(5_000, 5_000), sources, Path("model"))
     with pytest.raises(SpecError, match=r"pictures of 10 groups .* about 10,000 bytes, .* 2 nodes have 9,999"):
-        check_blob_room(spec(), nodes(5_000, 4_999), sources)
+        check_blob_room(spec(), nodes(5_000, 4_999), sources, Path("model"))
     with pytest.raises(SpecError, match=r"30 groups .2 steps ahead and 1 in training. take about 30,000 bytes"):
-        check_blob_room(spec(staleness=1), nodes(29_999), sources)
+        check_blob_room(spec(staleness=1), nodes(29_999), sources, Path("model"))
     with pytest.raises(SpecError, match=r"25 groups .1\.5 steps ahead"):
-        check_blob_room(spec(staleness=1, over_provision=1.5), nodes(24_999), sources)
-    check_blob_room(spec(staleness=20), nodes(100_000), sources)  # the whole data
-    check_blob_room(spec(), nodes(0, 1), sources)  # of an older node nothing is known
+        check_blob_room(spec(staleness=1, over_provision=1.5), nodes(24_999), sources, Path("model"))
+    check_blob_room(spec(staleness=20), nodes(100_000), sources, Path("model"))  # the whole data
+    check_blob_room(spec(), nodes(0, 1), sources, Path("model"))  # of an older node nothing is known
 
 
 def test_a_job_has_room_for_as_many_pictures_of_tools_as_its_responses_may_have() -> None:
@@ -885,9 +899,9 @@ def test_a_job_has_room_for_as_many_pictures_of_tools_as_its_responses_may_have(
     assert spec.tool_picture_bytes == 8 * each
     node = {"incarnation": "i", "address": "a", "slots": ("cpu:0",), "pid": 1, "blobs": "http://x", "name": "n"}
     records = [NodeRecord.model_validate({**node, "blob_bytes": 10 * 8 * each - less}) for less in (0, 1)]
-    check_blob_room(spec, records[:1], [])
+    check_blob_room(spec, records[:1], [], Path("model"))
     with pytest.raises(SpecError, match=f"about {80 * each:,} bytes"):
-        check_blob_room(spec, records[1:], [])
+        check_blob_room(spec, records[1:], [], Path("model"))
 
 
 MADE = Medium("trajectory", "ef" * 32, 1000, (1000,), "uint8")
@@ -915,6 +929,18 @@ async def test_blobs_that_an_engine_made_for_responses_stay_pinned_while_their_p
         assert (len(client.pinned), client.unpinned) == (3, [[MADE.sha256]])
     finally:
         running.cancel()
+
+
+async def test_blobs_that_an_engine_made_take_the_room_that_is_reserved_for_them() -> None:
+    client = StoreClient()
+    client.bound, client.fetched = 5000, BlobFetch(frozenset({MADE.sha256}), frozenset(), {}, "/here/job")
+    media, ref = media_of(client, {PromptRef(0, 0, 0)}, FakeClock()), PromptRef(0, 0, 0)
+    assert await media.reserve(replace(prompt(), ref=ref, pictures=()), 3000)
+    await media.keep_made(ref, [MADE, MADE])
+    assert client.holders == ["node.1"], "a transfer from the store of the engine's node uses it up"
+    assert client.reserved == 2000, "these bytes are stored now, and not also reserved"
+    await media.end_sampling(ref)
+    assert client.reserved == 0
 
 
 async def test_the_blobs_of_a_dropped_group_lose_their_pins() -> None:

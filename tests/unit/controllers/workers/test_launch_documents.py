@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from controllers.api.submission.checks import adapter_digests, check_engine, check_offload, local_warning
+from controllers.api.submission.checks import adapter_digests
+from controllers.api.submission.nodes import check_engine, check_offload, local_warning
 from controllers.workers.launch_documents import (
     ENGINE_COMMANDS,
     START_LIMITS_S,
@@ -20,6 +21,8 @@ from controllers.workers.launch_documents import (
 )
 from gcore.api.tls import PLAIN, Connector
 from gcore.config import JobSpec, NodeConfig, parse_spec
+from gcore.config.capabilities import PICTURE_ENGINES
+from gcore.config.load import apply_flow_settings
 from gcore.config.node import TlsSection
 from gcore.engines import launch as sglang_launch
 from gcore.engines import launch as torch_launch
@@ -103,6 +106,28 @@ def test_sglangs_worker_reads_what_it_is_told(slot: str, dtype: str, device: str
     assert child.start_limit_s == START_LIMITS_S["sglang"] > START_LIMITS_S["torch"]
 
 
+@pytest.mark.parametrize(("slot", "device"), [("cpu:1", "cpu"), ("cuda:3", "cuda")])
+@pytest.mark.parametrize("engine", PICTURE_ENGINES)
+def test_engines_of_pictures_get_the_settings_of_the_job(engine: str, slot: str, device: str) -> None:
+    asked = {"engine": engine, "diffusion": {"guidance": 2.0, "height": 16, "width": 32}}
+    arguments = ["--x", "1"] if engine == "sglang-diffusion" else []
+    tree: dict[str, Any] = {"name": "j", "model": {"path": "/m"}}
+    tree |= {"data": {"path": "d"}, "flow": {"name": "flow_grpo", "steps": 1}, "reward": {"name": "/r.py:r"}}
+    tree["rollout"] = {**asked, **TOLD, "cache_tokens": None, "engine_args": arguments}
+    child = engine_document(parse_spec(apply_flow_settings(tree)), place(slot), CONFIG)
+    assert child.command == ENGINE_COMMANDS[engine]
+    read: torch_launch.DenoisingLaunch
+    if engine == "diffusers":
+        read = parse_launch(torch_launch.DiffusersLaunch, child.document)
+        assert read.dtype == ("bfloat16" if device == "cuda" else "float32")
+    else:
+        read = parse_launch(torch_launch.SglangDiffusionLaunch, child.document)
+        assert (read.python, read.engine_args, read.dtype) == ("/p", ("--x", "1"), "float32")
+    assert (read.model, read.guidance, read.height, read.width) == ("/m", 2.0, 16, 32)
+    assert read.device == device
+    assert child.env["CUDA_VISIBLE_DEVICES"] == ("3" if device == "cuda" else "")
+
+
 def test_a_node_without_sglang_says_so_and_what_to_do() -> None:
     bare = CONFIG.model_copy(update={"sglang_python": None})
     with pytest.raises(EngineMissing, match=r"node n has no SGLang.*make sglang-setup"):
@@ -132,8 +157,8 @@ def test_only_the_torch_engine_of_a_judge_is_deterministic_with_the_policy(engin
     assert engine_document(job, place("cpu:0", "sums"), CONFIG).document["deterministic"] is deterministic
 
 
-def node(name: str, *, sglang: bool = False, vllm: bool = False) -> NodeRecord:
-    return NodeRecord(name=name, incarnation=name, address="h:1", slots=("cpu:0",), pid=1, sglang=sglang, vllm=vllm)
+def node(name: str, **engines: bool) -> NodeRecord:
+    return NodeRecord(name=name, incarnation=name, address="h:1", slots=("cpu:0",), pid=1).model_copy(update=engines)
 
 
 @pytest.mark.parametrize(
@@ -152,6 +177,15 @@ def test_a_job_that_wants_sglang_is_refused_where_it_is_missing(nodes: list[Node
 
 def test_a_job_that_wants_sglang_is_taken_where_all_nodes_have_it() -> None:
     check_engine(spec(engine="sglang"), [node("a", sglang=True), node("b", sglang=True)])
+
+
+def test_a_job_that_wants_sglangs_diffusion_server_is_refused_where_its_packages_are_missing() -> None:
+    tree: dict[str, Any] = {"name": "j", "model": {"path": "/m"}, "data": {"path": "d"}}
+    tree |= {"flow": {"name": "flow_grpo", "steps": 1}, "reward": {"name": "/r.py:r"}}
+    wants = parse_spec(apply_flow_settings(tree | {"rollout": {"engine": "sglang-diffusion"}}))
+    with pytest.raises(SpecError, match=r"diffusion server is missing on b.*Or set rollout\.engine: diffusers"):
+        check_engine(wants, [node("a", sglang=True, sglang_diffusion=True), node("b", sglang=True)])
+    check_engine(wants, [node("a", sglang=True, sglang_diffusion=True)])
 
 
 def test_vllm_is_started_as_a_program_of_its_own_python_with_the_settings_of_the_job() -> None:

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controllers.workers.launcher import JobGroups, groups_base
 from gcore.config.node import JobLimits
 from gcore.system.cgroups import CannotLimit, group_of_process, limit_files
 from gcore.system.process import GUARD
+from gcore.worker.control_groups import JobGroups, groups_base
 
 LIMITS = JobLimits(memory_gib=2.0, cpus=1.5, pids=100)
 
