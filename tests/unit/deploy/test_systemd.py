@@ -9,9 +9,9 @@ import yaml
 from deployed import specs_may_name
 
 from controllers.daemon.daemon import LEAVE_WITHIN_S
-from controllers.workers.launcher import DELEGATED
 from gcore.config import NodeConfig
 from gcore.errors import CannotListen, UsageError
+from gcore.worker.control_groups import DELEGATED
 
 FOLDER = Path(__file__).parents[3] / "deploy" / "systemd"
 
