@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import is_
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from gcore.config.spec import JobSpec
 from gcore.ledger import staleness as carried
@@ -59,8 +59,10 @@ from gcore.train.rank.feed import Fetching
 from gcore.train.rank.launch import WorldStart
 from gcore.types import PromptRef, Token, Version
 from gcore.worker.records import WorkerRecord
-from gcore.worker.sandbox.pool import PoolStatus
 from placement.moves import MoveProposal, MoveReport
+
+if TYPE_CHECKING:
+    from gcore.worker.sandbox.pool import PoolStatus
 
 TURN_SECONDS = 1.0
 """Delay between the attempts of two peers in turn order."""

@@ -43,8 +43,7 @@ from gcore.store import keys
 from gcore.store.keys import JobKeys
 from gcore.store.types import Store
 from gcore.system.clock import Clock
-from gcore.worker.main import FOLDER as SCRATCH
-from gcore.worker.records import WorkerRecord
+from gcore.worker.records import JOBS_FOLDER, WorkerRecord
 
 log = logging.getLogger(__name__)
 
@@ -196,7 +195,7 @@ def _at_home(home: Path) -> list[GarbageCandidate]:
     for file in _entries(home / "logs"):
         if _LOG.fullmatch(file.name) and (used := _used(file)) is not None:
             found.append(GarbageCandidate("log", file, disk_bytes(file), used))
-    for folder in _entries(home / SCRATCH):
+    for folder in _entries(home / JOBS_FOLDER):
         if (used := _used(folder)) is not None:
             found.append(GarbageCandidate("scratch", folder, disk_bytes(folder), used))
     return found
@@ -262,7 +261,7 @@ class GarbageCollector:
         await forget_old_usage(self._store, int(now // DAY_S))
         try:
             verdicts = decide_garbage(await find_garbage(self._config, self._store, now), self._config.gc, now)
-            for folder in (Path(self._config.run_root), Path(self._config.home) / SCRATCH):
+            for folder in (Path(self._config.run_root), Path(self._config.home) / JOBS_FOLDER):
                 await asyncio.to_thread(finish_deletions, folder)
             for problem in (await delete_garbage(self._store, verdicts, self._clock)).problems:
                 log.warning("%s", problem)

@@ -45,8 +45,8 @@ from gcore.system.process import CannotStart, is_running, last_log_lines
 from gcore.system.slots import count_threads, is_cuda, worker_cores
 from gcore.types import Pool
 from gcore.worker.control_groups import JobGroups
-from gcore.worker.main import job_folder, start_worker, supervisor_log
-from gcore.worker.records import LaunchSpec, WorkerRecord
+from gcore.worker.main import start_worker, supervisor_log
+from gcore.worker.records import LaunchSpec, WorkerRecord, job_folder
 
 log = logging.getLogger(__name__)
 

@@ -63,7 +63,7 @@ class DenoisingParams:
     trained; None: all. `noise_level`: of the kind. `guidance`: with which the engine must have been started. `constants`:
     whether log-probabilities have the constants of the normal distribution. `returns_states`: whether the arrays for
     training are returned, and not only the picture. `noise_seeds`: of the initial states; empty: the seeds of the samples.
-    `blob_holder`: whose reservation in the blob store of the engine's node the arrays use up; empty: nobody's."""
+    `blob_holder`: whose reservation in the blob store of the engine's node the arrays use up; empty: none."""
 
     text: str
     steps: int

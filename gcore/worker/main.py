@@ -34,18 +34,6 @@ from gcore.system.process import CannotStart, ProcessId, accept_signals, process
 from gcore.worker.records import LaunchSpec
 from gcore.worker.supervisor import Supervisor
 
-FOLDER = "jobs"
-"""Folder of the cluster's home with the working folders of jobs."""
-
-
-def job_folder(home: Path, job_uid: str) -> Path:
-    """Return the folder for files that a job's processes write on this machine outside the run folder.
-
-    It is deleted some time after the job's end.
-    """
-    return home / FOLDER / job_uid
-
-
 log = logging.getLogger("gcore.worker")
 
 

@@ -6,6 +6,7 @@ renews, so it ends with the supervisor and not with the controller that started 
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
@@ -16,6 +17,17 @@ from gcore.system.process import ProcessId
 from gcore.types import Pool
 
 WorkerState = Literal["starting", "serving", "failed", "stopping"]
+
+JOBS_FOLDER = "jobs"
+"""Folder of the cluster's home with the working folders of jobs."""
+
+
+def job_folder(home: Path, job_uid: str) -> Path:
+    """Return the folder for files that a job's processes write on this machine outside the run folder.
+
+    It is deleted some time after the job's end.
+    """
+    return home / JOBS_FOLDER / job_uid
 
 
 class WorkerRecord(Record):

@@ -45,7 +45,7 @@ Seed = Annotated[int, Field(ge=0, lt=INT64)]
 class DenoisingBody(BaseModel):
     """POST /rollout/generate. `seed`: one, or one for each picture. `noise_seed`: of the initial states; default: the
     seeds. `rollout_sde_step_indices`: the random steps, ascending; default: all whose log-probability can be trained.
-    `blob_holder`: whose reservation in the blob store the arrays use up; default: nobody's.
+    `blob_holder`: whose reservation in the blob store the arrays use up; default: none.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)

@@ -16,18 +16,14 @@ from gcore.system.process import SIZED
 
 pytestmark = [pytest.mark.serial, pytest.mark.timeout(600)]
 
-LARGEST = 54e6
-"""Bytes of its own that an idle daemon may take.
-
-With the pages of shared libraries it may take 80 MB, which `make bench-idle` measures. How many of these pages the kernel counts for a
-process differs between machines: the same daemons took 76 MB on one and 81 MB on another.
-"""
+LARGEST = 80e6
+"""Bytes an idle daemon may take."""
 
 
-def own_memory(pid: int) -> int:
-    """Bytes of memory that belong to the process alone: no mapped files, which the kernel can drop and processes share."""
+def resident(pid: int) -> int:
+    """Bytes of memory that the process has."""
     status = Path(f"/proc/{pid}/status").read_text()
-    return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("RssAnon:"))
+    return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmRSS:"))
 
 
 def environment(pid: int) -> dict[str, str]:
@@ -39,7 +35,7 @@ def test_a_controller_without_a_job_is_small(home: Path) -> None:
     gcore("up", "--home", str(home))
     cluster = LocalClusterState.load(home)
     assert cluster is not None
-    sizes = {one.name: own_memory(one.pid) for one in cluster.controllers}
+    sizes = {one.name: resident(one.pid) for one in cluster.controllers}
     assert max(sizes.values()) < LARGEST, sizes
 
 
@@ -65,7 +61,7 @@ def test_a_model_of_a_hub_is_fetched_pinned_and_trained_by_workers_that_keep_to_
             hub.held.set()
             run.until_step(1)
             kinds = {one.process.pid: one.kind for one in kinds_of(home.resolve())}
-            sizes = {pid: own_memory(pid) for pid, kind in kinds.items() if kind == "worker"}
+            sizes = {pid: resident(pid) for pid, kind in kinds.items() if kind == "worker"}
             workers = [environment(pid) for pid, kind in kinds.items() if kind == "child"]
             outcome = run.wait()
         finally:
