@@ -1,12 +1,15 @@
 """Fixtures and hooks for all tests: a real etcd, the mark `needs` for system tools, skips that count as failures, patient properties.
 
-No example of a property is judged by how long it took, because machines are shared.
+No example of a property is judged by how long it took, because machines are shared. What torch draws in a test or a shared
+fixture depends on its name alone, not on the tests that ran before it in the same process.
 """
 
 import asyncio
 import gc
 import os
 import signal
+import sys
+import zlib
 from collections.abc import Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -67,6 +70,28 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     if absent:
         item.user_properties.append((NEEDS, [one.name for one in absent]))
         pytest.skip("; ".join(one.advice for one in absent))
+    _seed_torch(item.nodeid)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(
+    fixturedef: pytest.FixtureDef[object], request: pytest.FixtureRequest
+) -> Generator[None, object, object]:
+    """Give a shared fixture the same draws whichever test asks for it first, and leave that test its own."""
+    torch = sys.modules.get("torch")
+    if fixturedef.scope == "function" or torch is None:
+        return (yield)
+    state = torch.get_rng_state()
+    _seed_torch(f"{fixturedef.baseid}::{fixturedef.argname}[{getattr(request, 'param_index', 0)}]")
+    try:
+        return (yield)
+    finally:
+        torch.set_rng_state(state)
+
+
+def _seed_torch(name: str) -> None:
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(zlib.crc32(name.encode()))
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

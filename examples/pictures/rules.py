@@ -24,9 +24,10 @@ def right_picture(response: Response, fields: Mapping[str, Any]) -> RewardResult
     """Return 1 if one quadrant is clearly the brightest, is the one that `fields["place"]` names, and is nearest to the
     colour that `fields["colour"]` names; otherwise 0. The parts say which of both is right."""
     with Image.open(response.picture) as picture:
-        pixels = np.asarray(picture.convert("RGB"), np.float64) / 127.5 - 1
+        pixels = np.asarray(picture.convert("RGB"))
     height, width = pixels.shape[0] // 2, pixels.shape[1] // 2
-    quadrants = np.array([pixels[y : y + height, x : x + width].mean((0, 1)) for y in (0, height) for x in (0, width)])
+    means = np.array([pixels[y : y + height, x : x + width].mean((0, 1)) for y in (0, height) for x in (0, width)])
+    quadrants = means / 127.5 - 1
     light = quadrants.max(1)
     second, first = np.argsort(light)[-2:]
     is_clear = light[first] > 0.35 and light[second] < light[first] / 2

@@ -105,6 +105,21 @@ def test_the_measure_of_the_warm_start_is_the_rule_of_the_example(tmp_path: Path
         assert score(picture, prompt, tmp_path) == RewardResult(float(colour and place), parts)
 
 
+def test_rule_and_measure_agree_where_a_quadrant_is_exactly_half_as_bright(tmp_path: Path) -> None:
+    prompt, half = PicturePrompt("red", "northwest"), SIDE // 2
+    draw = np.random.default_rng(3)
+    for _ in range(100):
+        picture = np.full((3, SIDE, SIDE), 30, np.uint8).transpose(1, 2, 0)  # in memory as torch has it
+        first = draw.integers(180, 255, (half, half))
+        first[0, 0] -= first.sum() % 2
+        second = draw.integers(140, 150, half * half)
+        middle = 127.5 * half * half  # the sum of a quadrant that is neither bright nor dark
+        np.add.at(second, draw.integers(second.size, size=int((first.sum() + middle) / 2 - second.sum())), 1)
+        picture[:half, :half, 0], picture[half:, half:, 0] = first, second.reshape(half, half)
+        colours, places = picture_parts(picture[None], [prompt])
+        assert dict(score(picture, prompt, tmp_path).parts) == {"colour": colours.item(), "place": places.item()}
+
+
 def test_entries_go_through_all_prompts_in_changing_order() -> None:
     entries = make_entries(TRAIN_ENTRIES, 3)
     assert set(Counter(entries).values()) == {TRAIN_ENTRIES // len(PROMPTS)}
