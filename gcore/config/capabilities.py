@@ -6,39 +6,39 @@ A setting that needs a capability names the engines or backends that have it in 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
 
-def _row(words: str) -> Any:
-    """A field with the words of its row in the documents' table."""
-    return field(metadata={"row": words})
+def _row(words: str, otherwise: Any = MISSING) -> Any:
+    """A field with the words of its row in the documents' table. `otherwise`: its value if it is not given."""
+    return field(default=otherwise, metadata={"row": words})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineCapabilities:
-    """The abilities of an engine. Text says under which condition."""
+    """The abilities of an engine; what is not given, it lacks. Text says under which condition."""
 
     devices: str = _row("runs on")
-    several_slots: bool = _row("one engine on several slots of a node (`slots_per_engine`)")
-    several_nodes: bool = _row("one engine on several nodes")
-    arguments: bool = _row("command-line arguments of its own (`engine_args`)")
-    deterministic: bool = _row("the same response whatever else is in the batch (`rollout.deterministic`)")
-    abort: bool = _row("an abort returns the tokens so far, with log-probabilities")
-    partial: bool = _row("reports partial responses (`rollout.told_every`)")
-    versions: bool = _row("records which weights made which tokens of a response")
+    several_slots: bool = _row("one engine on several slots of a node (`slots_per_engine`)", False)
+    several_nodes: bool = _row("one engine on several nodes", False)
+    arguments: bool = _row("command-line arguments of its own (`engine_args`)", False)
+    deterministic: bool = _row("the same response whatever else is in the batch (`rollout.deterministic`)", False)
+    abort: bool = _row("an abort returns the tokens so far, with log-probabilities", False)
+    partial: bool = _row("reports partial responses (`rollout.told_every`)", False)
+    versions: bool = _row("records which weights made which tokens of a response", False)
     updates: str = _row("weight updates")
     sleeps_on: tuple[str, ...] = _row("releases its memory and restores it (`placement.memory: in_turns`)")
-    classifiers: bool = _row("serves classifiers as judges")
-    adapters: bool = _row("loads adapters alone (`train.lora.publish: adapter`)")
-    judge_adapters: bool = _row("serves judges that are adapters of the policy's model (`judges[].adapter`)")
-    judge_pictures: bool = _row("serves judges that see pictures (`judges[].images`)")
-    generates_pictures: bool = _row("generates pictures (`rollout.diffusion`), and no texts")
-    pictures: str = _row("pictures in prompts")
+    classifiers: bool = _row("serves classifiers as judges", False)
+    adapters: bool = _row("loads adapters alone (`train.lora.publish: adapter`)", False)
+    judge_adapters: bool = _row("serves judges that are adapters of the policy's model (`judges[].adapter`)", False)
+    judge_pictures: bool = _row("serves judges that see pictures (`judges[].images`)", False)
+    generates_pictures: bool = _row("generates pictures (`rollout.diffusion`), and no texts", False)
+    pictures: str = _row("pictures in prompts", "")
     turn_pictures: bool = _row(
-        "pictures in responses of several turns, such as those of tools (`environment.tools.max_pictures`)"
+        "pictures in responses of several turns, such as those of tools (`environment.tools.max_pictures`)", False
     )
-    partial_updates: bool = _row("gets only what is trained (`train.freeze`)")
+    partial_updates: bool = _row("gets only what is trained (`train.freeze`)", False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,9 +60,6 @@ class BackendCapabilities:
 ENGINES: Mapping[str, EngineCapabilities] = {
     "torch": EngineCapabilities(
         devices="CPU, or one GPU",
-        several_slots=False,
-        several_nodes=False,
-        arguments=False,
         deterministic=True,
         abort=True,
         partial=True,
@@ -73,7 +70,6 @@ ENGINES: Mapping[str, EngineCapabilities] = {
         adapters=True,
         judge_adapters=True,
         judge_pictures=True,
-        generates_pictures=False,
         pictures="yes",
         turn_pictures=True,
         partial_updates=True,
@@ -81,102 +77,52 @@ ENGINES: Mapping[str, EngineCapabilities] = {
     "sglang": EngineCapabilities(
         devices="CPU, or GPUs",
         several_slots=True,
-        several_nodes=False,
         arguments=True,
-        deterministic=False,
         abort=True,
         partial=True,
         versions=True,
         updates="folder, broadcast",
         sleeps_on=("GPU",),
         classifiers=True,
-        adapters=False,
-        judge_adapters=False,
-        judge_pictures=False,
-        generates_pictures=False,
         pictures="Qwen3-VL",
-        turn_pictures=False,
-        partial_updates=False,
     ),
     "vllm": EngineCapabilities(
         devices="CPU, or GPUs",
         several_slots=True,
-        several_nodes=False,
         arguments=True,
-        deterministic=False,
         abort=True,
         partial=True,
         versions=True,
         updates="folder, broadcast",
         sleeps_on=("GPU",),
-        classifiers=False,
         adapters=True,
-        judge_adapters=False,
-        judge_pictures=False,
-        generates_pictures=False,
-        pictures="",
-        turn_pictures=False,
-        partial_updates=False,
     ),
     "hf": EngineCapabilities(
         devices="CPU, or one GPU",
-        several_slots=False,
-        several_nodes=False,
-        arguments=False,
-        deterministic=False,
         abort=True,
         partial=True,
         versions=True,
         updates="folder, broadcast",
         sleeps_on=("CPU", "GPU"),
-        classifiers=False,
         adapters=True,
-        judge_adapters=False,
-        judge_pictures=False,
-        generates_pictures=False,
         pictures="yes",
         turn_pictures=True,
         partial_updates=True,
     ),
     "diffusers": EngineCapabilities(
         devices="CPU, or one GPU",
-        several_slots=False,
-        several_nodes=False,
-        arguments=False,
-        deterministic=False,
-        abort=False,
-        partial=False,
         versions=True,
         updates="folder",
         sleeps_on=("CPU", "GPU"),
-        classifiers=False,
-        adapters=False,
-        judge_adapters=False,
-        judge_pictures=False,
         generates_pictures=True,
-        pictures="",
-        turn_pictures=False,
-        partial_updates=False,
     ),
     "sglang-diffusion": EngineCapabilities(
         devices="CPU, or one GPU",
-        several_slots=False,
-        several_nodes=False,
         arguments=True,
-        deterministic=False,
-        abort=False,
-        partial=False,
         versions=True,
         updates="folder",
         sleeps_on=("GPU",),
-        classifiers=False,
-        adapters=False,
-        judge_adapters=False,
-        judge_pictures=False,
         generates_pictures=True,
-        pictures="",
-        turn_pictures=False,
-        partial_updates=False,
     ),
 }
 

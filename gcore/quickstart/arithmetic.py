@@ -38,9 +38,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from gcore.errors import DataError
-from gcore.quickstart.folder import PreparedFolder, PreparedManifest, Recipe, Reporter, make_or_find
-from gcore.quickstart.lessons import Lesson, hashed_numbers, shuffle_exercises, to_jsonl
+from gcore.quickstart.folder import JudgeManifest, PreparedFolder, PreparedManifest, Recipe, Reporter, make_or_find
+from gcore.quickstart.lessons import Lesson, VerdictAccuracy, hashed_numbers, shuffle_exercises, to_jsonl
 
 if TYPE_CHECKING:
     from gcore.quickstart.pretraining import SmallModel
@@ -243,14 +242,6 @@ class AnsweredSum:
         return self.answer
 
 
-@dataclass(frozen=True, slots=True)
-class VerdictAccuracy:
-    """Accuracy of a judge's verdicts. `accuracy`: share of correct verdicts. `false_yes`: share of wrong answers called right."""
-
-    accuracy: float
-    false_yes: float
-
-
 def answer_kinds(one: Sum, key: str) -> tuple[list[str], ...]:
     """Return responses to a sum, one list per kind: the right one, carry mistakes, near misses, random numbers,
     malformed ones. `key`: random seed."""
@@ -352,40 +343,33 @@ JUDGE_RECIPE = 1
 """Increase it with every change of the prepared content, so that folders of an older recipe are prepared again."""
 
 UPDATES = 1600
-LEAST_ACCURACY = 0.97
-
-MOST_FALSE_YES = 0.02
-"""Largest share of wrong answers called right. A policy learns to exploit these."""
+NEEDED = VerdictAccuracy(accuracy=0.97, false_yes=0.02)
+"""What a judge needs on all kinds of answers to held-out sums."""
 
 
-class JudgeManifest(PreparedManifest):
-    """The manifest of the judge. `judge_accuracy`: share of correct verdicts over all kinds of answers to held-out
-    sums. `judge_false_yes`: share of the wrong answers that the judge calls right."""
+class ArithmeticJudgeManifest(JudgeManifest):
+    """The manifest of the judge, measured on all kinds of answers to held-out sums."""
 
     example: Literal["arithmetic-judge"] = "arithmetic-judge"
-    updates: int
-    judge_accuracy: float
-    judge_false_yes: float
 
 
 def prepare_arithmetic_judge(
     to: Path, *, seed: int = 0, progress: bool = True, updates: int = UPDATES, must_fit: bool = True
-) -> PreparedFolder[JudgeManifest]:
+) -> PreparedFolder[ArithmeticJudgeManifest]:
     """Prepare the judge in the folder `to`, or reuse it if it is there.
 
-    `updates`: optimizer updates of the training. `must_fit`: require 97 % correct verdicts, and at most 2 % of wrong
-    answers called right. Raises DataError if it misses them, if `to` is something other than a prepared judge, or if it
+    `updates`: optimizer updates of the training. `must_fit`: require `NEEDED`. Raises DataError if it misses them, if `to` is something other than a prepared judge, or if it
     cannot be written.
     """
 
-    def fill(draft: Path) -> JudgeManifest:
+    def fill(draft: Path) -> ArithmeticJudgeManifest:
         return _fill_judge(draft, seed, updates, Reporter.for_terminal(progress, "judge"), must_fit=must_fit)
 
     asked = {"recipe": JUDGE_RECIPE, "seed": seed, "updates": updates}
-    return make_or_find(to, Recipe("arithmetic-judge", JudgeManifest, asked, fill))
+    return make_or_find(to, Recipe("arithmetic-judge", ArithmeticJudgeManifest, asked, fill))
 
 
-def _fill_judge(draft: Path, seed: int, updates: int, reporter: Reporter, *, must_fit: bool) -> JudgeManifest:
+def _fill_judge(draft: Path, seed: int, updates: int, reporter: Reporter, *, must_fit: bool) -> ArithmeticJudgeManifest:
     from gcore.quickstart.pretraining import THREADS, save_model, teach_model, torch_version  # imports torch
 
     split = split_sums(seed)
@@ -394,9 +378,9 @@ def _fill_judge(draft: Path, seed: int, updates: int, reporter: Reporter, *, mus
         taught = teach_model(lesson, seed=seed, updates=updates, report=reporter.report, must_fit=must_fit)
     marks = _measure_judge(taught.model, lesson, split, seed)
     if must_fit:
-        _require_good_judge(marks, seed, updates)
+        marks.require(NEEDED, "answers", updates, seed)
     save_model(taught.model, draft / "model")
-    return JudgeManifest(
+    return ArithmeticJudgeManifest(
         recipe=JUDGE_RECIPE,
         seed=seed,
         updates=updates,
@@ -418,38 +402,20 @@ def _measure_judge(judge: SmallModel, lesson: Lesson, split: SumSplit, seed: int
         )
 
 
-def _judges_well(marks: VerdictAccuracy) -> bool:
-    return marks.accuracy >= LEAST_ACCURACY and marks.false_yes <= MOST_FALSE_YES
-
-
-def _require_good_judge(marks: VerdictAccuracy, seed: int, updates: int) -> None:
-    """Raise DataError if the verdicts of a judge are not good enough. `updates`: of its training."""
-    if not _judges_well(marks):
-        raise DataError(
-            f"after {updates} updates, {marks.accuracy:.1%} of the judge's verdicts are right and {marks.false_yes:.1%} of "
-            f"wrong answers are called right; it needs at least {LEAST_ACCURACY:.0%} and at most {MOST_FALSE_YES:.0%}",
-            where=f"seed {seed}",
-            fix="Use another seed",
-        )
-
-
 ADAPTER_RECIPE = 1
 """Increase it with every change of the prepared content, so that folders of an older recipe are prepared again."""
 
 ADAPTER_RANK = 32
 
 
-class JudgeAdapterManifest(PreparedManifest):
-    """The manifest of the judge as an adapter: the fields of the judge's, and `rank` of the adapter. `greedy_accuracy`:
-    accuracy on held-out sums of the model that both the policy and the judge start from."""
+class JudgeAdapterManifest(JudgeManifest):
+    """The manifest of the judge as an adapter. `rank`: of the adapter. `greedy_accuracy`: accuracy on held-out sums of the
+    model that both the policy and the judge start from."""
 
     example: Literal["arithmetic-judge-adapter"] = "arithmetic-judge-adapter"
     warm_updates: int
-    updates: int
     rank: int
     greedy_accuracy: float
-    judge_accuracy: float
-    judge_false_yes: float
 
 
 def prepare_judge_adapter(
@@ -504,11 +470,11 @@ def _fill_judge_adapter(
             seed=seed,
             updates=updates,
             report=judging.report,
-            fits=lambda made: not must_fit or _judges_well(_measure_judge(made, lesson, split, seed)),
+            fits=lambda made: not must_fit or _measure_judge(made, lesson, split, seed).reaches(NEEDED),
         )
     marks = _measure_judge(judge.model, lesson, split, seed)
     if must_fit:
-        _require_good_judge(marks, seed, ADAPTER_ROUNDS * updates)
+        marks.require(NEEDED, "answers", ADAPTER_ROUNDS * updates, seed)
     save_adapter(judge.model, ADAPTER_RANK, draft / "model", draft / "adapter")
     return JudgeAdapterManifest(
         recipe=ADAPTER_RECIPE,

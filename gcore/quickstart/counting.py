@@ -34,7 +34,16 @@ from gcore.quickstart.counting_pictures import (
     encode_png,
     make_counts,
 )
-from gcore.quickstart.folder import PreparedFolder, PreparedManifest, Recipe, Reporter, TeachingProgress, make_or_find
+from gcore.quickstart.folder import (
+    JudgeManifest,
+    PreparedFolder,
+    PreparedManifest,
+    Recipe,
+    Reporter,
+    TeachingProgress,
+    make_or_find,
+)
+from gcore.quickstart.lessons import VerdictAccuracy
 
 TRAIN_ENTRIES, EVAL_ENTRIES, WARM_ENTRIES = 1200, 200, 6000
 """Number of prompts to train on, of held-out prompts, and of pictures of the warm start."""
@@ -121,22 +130,17 @@ COUNTING_JUDGE_RECIPE = 1
 RESPONSES = 4
 """Responses to each held-out prompt by which the judge is measured: one of each kind."""
 
-LEAST_ACCURACY, MOST_FALSE_YES = 0.95, 0.05
-"""Least share of right verdicts on held-out prompts, and largest share of wrong responses that are called right."""
+NEEDED = VerdictAccuracy(accuracy=0.95, false_yes=0.05)
+"""What a judge needs on responses to held-out prompts."""
 
 LONGEST_VERDICT = 4
 """Tokens of a number, a question mark, a verdict, and the end of sequence."""
 
 
-class CountingJudgeManifest(PreparedManifest):
-    """Manifest of the judge. `judge_accuracy`: share of right verdicts on responses to held-out prompts.
-    `judge_false_yes`: share of the wrong ones among them that the judge calls right.
-    """
+class CountingJudgeManifest(JudgeManifest):
+    """Manifest of the judge, measured on responses to held-out prompts."""
 
     example: Literal["counting-judge"] = "counting-judge"
-    updates: int
-    judge_accuracy: float
-    judge_false_yes: float
 
 
 def responses_to(question: CountingQuestion, draw: Any) -> tuple[str, ...]:
@@ -162,8 +166,7 @@ def prepare_counting_judge(
 ) -> PreparedFolder[CountingJudgeManifest]:
     """Prepare the judge in the folder `to`, or reuse it if it is there.
 
-    `updates`: optimizer updates of its training. `must_fit`: require `LEAST_ACCURACY` and `MOST_FALSE_YES`. Raises
-    DataError if it misses them, if `to` is something other than a prepared judge, or if it cannot be written.
+    `updates`: optimizer updates of its training. `must_fit`: require `NEEDED`. Raises DataError if it misses them, if `to` is something other than a prepared judge, or if it cannot be written.
     """
 
     def fill(draft: Path) -> CountingJudgeManifest:
@@ -179,16 +182,9 @@ def _fill_judge(draft: Path, seed: int, updates: int, reporter: Reporter, *, mus
 
     held_out = make_counts(TRAIN_ENTRIES + EVAL_ENTRIES, seed)[TRAIN_ENTRIES:]
     with reporter:
-        network, accuracy, false_yes = _teach_judge(
-            make_counts(WARM_ENTRIES, seed + 1), held_out, updates, seed, reporter
-        )
-    if must_fit and (accuracy < LEAST_ACCURACY or false_yes > MOST_FALSE_YES):
-        raise DataError(
-            f"after {updates} updates, {accuracy:.1%} of the judge's verdicts are right and {false_yes:.1%} of wrong "
-            f"responses are called right; it needs at least {LEAST_ACCURACY:.0%} and at most {MOST_FALSE_YES:.0%}",
-            where=f"seed {seed}",
-            fix="Use another seed",
-        )
+        network, marks = _teach_judge(make_counts(WARM_ENTRIES, seed + 1), held_out, updates, seed, reporter)
+    if must_fit:
+        marks.require(NEEDED, "responses", updates, seed)
     save_counter(network, draft / "model")
     return CountingJudgeManifest(
         recipe=COUNTING_JUDGE_RECIPE,
@@ -196,8 +192,8 @@ def _fill_judge(draft: Path, seed: int, updates: int, reporter: Reporter, *, mus
         threads=THREADS,
         torch=torch_version(),
         updates=updates,
-        judge_accuracy=accuracy,
-        judge_false_yes=false_yes,
+        judge_accuracy=marks.accuracy,
+        judge_false_yes=marks.false_yes,
     )
 
 
@@ -207,8 +203,8 @@ def _teach_judge(
     updates: int,
     seed: int,
     reporter: Reporter,
-) -> tuple[Any, float, float]:
-    """Train a judge on the questions of `lesson`; return the network, its accuracy, and its share of false yes."""
+) -> tuple[Any, VerdictAccuracy]:
+    """Train a judge on the questions of `lesson`; return the network, and what its verdicts are worth."""
     import numpy as np
 
     from gcore.quickstart.counting_model import (
@@ -229,7 +225,7 @@ def _teach_judge(
         optimizer, draw = new_optimizer(network), np.random.default_rng(seed)
         fixed = np.random.default_rng(seed + 1)
         asked = [(place, one) for place, q in enumerate(held_out) for one in responses_to(q, fixed)]
-        accuracy, false_yes = 0.0, 1.0
+        marks = VerdictAccuracy(0.0, 1.0)
         for update in range(1, updates + 1):
             chosen = draw.integers(len(lesson), size=BATCH).tolist()
             kinds = draw.choice(RESPONSES, size=BATCH, p=(0.4, 0.2, 0.3, 0.1)).tolist()
@@ -240,15 +236,15 @@ def _teach_judge(
             )
             train_rows(network, optimizer, tokens, labels, pictures[chosen], update / updates, update)
             if update % (5 * MEASURED_EVERY) == 0 or update == updates:
-                accuracy, false_yes = _measure_judge(network, held_out, asked, shown)
-            reporter.report(TeachingProgress(update, updates, accuracy))
-    return network, accuracy, false_yes
+                marks = _measure_judge(network, held_out, asked, shown)
+            reporter.report(TeachingProgress(update, updates, marks.accuracy))
+    return network, marks
 
 
 def _measure_judge(
     network: Any, held_out: Sequence[CountingQuestion], asked: Sequence[tuple[int, str]], pictures: Any
-) -> tuple[float, float]:
-    """Accuracy of the verdicts, and share of the wrong responses that are called right. `asked`: places of questions in
+) -> VerdictAccuracy:
+    """Measure the verdicts of a judge. `asked`: places of questions in
     `held_out` and of their `pictures`, with a response each."""
     import torch
 
@@ -261,4 +257,4 @@ def _measure_judge(
     said = written[torch.arange(len(prompts)), starts + count - 1]
     true = torch.tensor([response == held_out[place].answer for place, response in asked])
     yes, no = (said == text_ids(one)[0] for one in "yn")
-    return float(torch.where(true, yes, no).float().mean()), float(yes[~true].float().mean())
+    return VerdictAccuracy(float(torch.where(true, yes, no).float().mean()), float(yes[~true].float().mean()))

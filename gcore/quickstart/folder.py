@@ -46,6 +46,16 @@ class PreparedManifest(BaseModel):
     files: dict[str, FileEntry] = {}
 
 
+class JudgeManifest(PreparedManifest):
+    """Fields that the manifest of every judge has. `updates`: optimizer updates of its training. `judge_accuracy`: share of
+    right verdicts on held-out responses. `judge_false_yes`: share of the wrong ones among them that the judge calls right.
+    """
+
+    updates: int
+    judge_accuracy: float
+    judge_false_yes: float
+
+
 M = TypeVar("M", bound=PreparedManifest)
 
 

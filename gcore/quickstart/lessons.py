@@ -3,7 +3,7 @@ character tokenizer.
 
 A *demonstration* is a prompt with the right or the careless answer; for some prompts they are equal. A model that
 imitates mostly careless demonstrations is sometimes right and prefers to be wrong, which reinforcement learning can
-improve.
+improve. A judge's lesson has no careless demonstrations; `VerdictAccuracy` says what its verdicts are worth.
 
 The tokenizer has one token per character, a padding token and an end of sequence. Prompts get no special tokens. The
 tokenizer drops characters outside the alphabet; `encode` raises for them. The files work with the `tokenizers` library
@@ -18,6 +18,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeVar
+
+from gcore.errors import DataError
 
 
 class Exercise(Protocol):
@@ -72,6 +74,29 @@ class Lesson:
     def longest_answer(self) -> int:
         """Tokens of the longest right answer to a held-out prompt, with the end of sequence."""
         return max(len(e.answer) for e in self.held_out) + 1
+
+
+@dataclass(frozen=True, slots=True)
+class VerdictAccuracy:
+    """Accuracy of a judge's verdicts. `accuracy`: share of right verdicts. `false_yes`: share of wrong responses called right;
+    a policy learns to exploit these."""
+
+    accuracy: float
+    false_yes: float
+
+    def reaches(self, needed: VerdictAccuracy) -> bool:
+        """Whether the verdicts are at least as good."""
+        return self.accuracy >= needed.accuracy and self.false_yes <= needed.false_yes
+
+    def require(self, needed: VerdictAccuracy, judged: str, updates: int, seed: int) -> None:
+        """Raise DataError if the verdicts on `judged`, a plural, are not as good after so many updates of the judge."""
+        if not self.reaches(needed):
+            raise DataError(
+                f"after {updates} updates, {self.accuracy:.1%} of the judge's verdicts are right and {self.false_yes:.1%} of "
+                f"wrong {judged} are called right; it needs at least {needed.accuracy:.0%} and at most {needed.false_yes:.0%}",
+                where=f"seed {seed}",
+                fix="Use another seed",
+            )
 
 
 def to_jsonl(exercises: Iterable[Exercise]) -> str:

@@ -20,17 +20,18 @@ from pathlib import Path
 from typing import Any, Literal
 
 from gcore.errors import DataError
-from gcore.quickstart.counting import LEAST_ACCURACY, MOST_FALSE_YES
+from gcore.quickstart.counting import NEEDED
 from gcore.quickstart.counting_pictures import EOS, IMAGE, MERGE, SPECIAL, VISION_END, VISION_START
 from gcore.quickstart.folder import (
     MANIFEST,
+    JudgeManifest,
     PreparedFolder,
-    PreparedManifest,
     Recipe,
     Reporter,
     TeachingProgress,
     make_or_find,
 )
+from gcore.quickstart.lessons import VerdictAccuracy
 from gcore.quickstart.pictures_task import COLOURS, PLACES, PROMPTS, SIDE, PicturePrompt, picture_contents
 
 JUDGE_UPDATES = 1000
@@ -52,15 +53,10 @@ MEASURED_EVERY = 100
 """Updates between two measurements."""
 
 
-class PicturesJudgeManifest(PreparedManifest):
-    """Manifest of the judge. `judge_accuracy`: share of right verdicts on held-out pictures of the policy before RL.
-    `judge_false_yes`: share of the wrong ones among them that the judge calls right.
-    """
+class PicturesJudgeManifest(JudgeManifest):
+    """Manifest of the judge, measured on held-out pictures of the policy before RL."""
 
     example: Literal["pictures-judge"] = "pictures-judge"
-    updates: int
-    judge_accuracy: float
-    judge_false_yes: float
 
 
 def prepare_pictures_judge(
@@ -75,8 +71,7 @@ def prepare_pictures_judge(
     """Prepare the judge in the folder `to`, or reuse it if it is there.
 
     `pictures`: folder of the prepared example, whose pipeline generates pictures of the lesson; by default `pictures` beside
-    `to`. `updates`: optimizer updates of the training. `must_fit`: require `LEAST_ACCURACY` and `MOST_FALSE_YES`. Raises
-    DataError if the judge misses them, if the example is not prepared, if `to` is something other than a prepared judge, or
+    `to`. `updates`: optimizer updates of the training. `must_fit`: require `NEEDED`. Raises DataError if the judge misses them, if the example is not prepared, if `to` is something other than a prepared judge, or
     if it cannot be written.
     """
     example = pictures or to.absolute().parent / "pictures"
@@ -100,14 +95,9 @@ def _fill(
     from gcore.quickstart.pretraining import THREADS, torch_version
 
     with reporter:
-        network, accuracy, false_yes = _teach_judge(example / "model", updates, seed, reporter)
-    if must_fit and (accuracy < LEAST_ACCURACY or false_yes > MOST_FALSE_YES):
-        raise DataError(
-            f"after {updates} updates, {accuracy:.1%} of the judge's verdicts are right and {false_yes:.1%} of wrong "
-            f"pictures are called right; it needs at least {LEAST_ACCURACY:.0%} and at most {MOST_FALSE_YES:.0%}",
-            where=f"seed {seed}",
-            fix="Use another seed",
-        )
+        network, marks = _teach_judge(example / "model", updates, seed, reporter)
+    if must_fit:
+        marks.require(NEEDED, "pictures", updates, seed)
     save_judge(network, draft / "model")
     return PicturesJudgeManifest(
         recipe=PICTURES_JUDGE_RECIPE,
@@ -115,8 +105,8 @@ def _fill(
         threads=THREADS,
         torch=torch_version(),
         updates=updates,
-        judge_accuracy=accuracy,
-        judge_false_yes=false_yes,
+        judge_accuracy=marks.accuracy,
+        judge_false_yes=marks.false_yes,
     )
 
 
@@ -195,9 +185,8 @@ def _chosen(draw: Any, share: float, count: int) -> Any:
     return draw.random((count, 1, 1, 1)) < share
 
 
-def _teach_judge(policy: Path, updates: int, seed: int, reporter: Reporter) -> tuple[Any, float, float]:
-    """Train a judge on pictures of the pipeline in `policy` and others; return the network, its accuracy, and its share of
-    false yes."""
+def _teach_judge(policy: Path, updates: int, seed: int, reporter: Reporter) -> tuple[Any, VerdictAccuracy]:
+    """Train a judge on pictures of the pipeline in `policy` and others; return the network, and what its verdicts are worth."""
     import numpy as np
     import torch
 
@@ -213,7 +202,7 @@ def _teach_judge(policy: Path, updates: int, seed: int, reporter: Reporter) -> t
         )
         network = new_judge().train()
         optimizer, draw = new_optimizer(network), np.random.default_rng(seed)
-        accuracy, false_yes = 0.0, 1.0
+        marks = VerdictAccuracy(0.0, 1.0)
         for update in range(1, updates + 1):
             pictures, prompts = lesson_rows(painted.numpy(), draw, BATCH)
             questions, verdicts = [question_ids(one) for one in prompts], verdicts_on(pictures, prompts)
@@ -223,13 +212,13 @@ def _teach_judge(policy: Path, updates: int, seed: int, reporter: Reporter) -> t
             )
             train_rows(network, optimizer, tokens, labels, torch.from_numpy(pictures), update / updates, update)
             if update % MEASURED_EVERY == 0 or update == updates:
-                accuracy, false_yes = measure_judge(network, held_out, PROMPTS * HELD_OUT)
-            reporter.report(TeachingProgress(update, updates, accuracy))
-    return network, accuracy, false_yes
+                marks = measure_judge(network, held_out, PROMPTS * HELD_OUT)
+            reporter.report(TeachingProgress(update, updates, marks.accuracy))
+    return network, marks
 
 
-def measure_judge(network: Any, pictures: Any, prompts: Sequence[PicturePrompt]) -> tuple[float, float]:
-    """Accuracy of the verdicts on `pictures` [n, SIDE, SIDE, 3], uint8, and share of the wrong ones that are called right."""
+def measure_judge(network: Any, pictures: Any, prompts: Sequence[PicturePrompt]) -> VerdictAccuracy:
+    """Measure the verdicts on `pictures` [n, SIDE, SIDE, 3], uint8."""
     import torch
 
     from gcore.quickstart.counting_model import write_greedily
@@ -241,4 +230,4 @@ def measure_judge(network: Any, pictures: Any, prompts: Sequence[PicturePrompt])
     said = write_greedily(network, tokens, starts, count, pictures)[:, -1]
     true = torch.tensor([verdict.endswith(YES) for verdict in verdicts])
     yes, no = (said == word_ids(one)[0] for one in (YES, NO))
-    return float(torch.where(true, yes, no).float().mean()), float(yes[~true].float().mean())
+    return VerdictAccuracy(float(torch.where(true, yes, no).float().mean()), float(yes[~true].float().mean()))

@@ -19,17 +19,15 @@ from typing import Any
 import fake_sglang_diffusion
 import httpx
 import msgpack
-import numpy as np
 import pytest
 import torch
 from blob_stores import StoreProcess, key_of
 from engine_processes import require_python
 from fake_sglang_diffusion import FakeRollouts
-from PIL import Image
+from picture_engine import GUIDANCE, REFUSED, WEIGHTS, check_blobs_and_replay, check_description, drawn, pictures
 from safetensors.torch import load, load_file, save_file
 from sglang_worker import LONG_S, Worker, check_ended, start_worker
 
-from gcore.api.tls import PLAIN
 from gcore.engines.environments import SGLANG_DIFFUSION
 from gcore.engines.launch import SglangDiffusionLaunch
 from gcore.engines.serving.denoising import DenoisingRequest
@@ -38,20 +36,14 @@ from gcore.engines.sglang.command import DiffusionPorts, diffusion_command, serv
 from gcore.engines.sglang_diffusion.engine import DiffusionServer
 from gcore.engines.sglang_diffusion.rollouts import rollout_body
 from gcore.errors import EngineError, EngineUnreachable
-from gcore.media.client import BlobClient, open_blob_http
-from gcore.models.diffusion.networks import load_network, unpack_conditions
 from gcore.models.diffusion.pipeline import SampledPipeline
-from gcore.models.diffusion.schedule import NoiseSchedule
-from gcore.rollout.api import DenoisingParams, SamplingParams
 from gcore.rollout.client import EngineClient
 from gcore.testing.pipelines import Family, write_pipeline
-from gcore.types import DenoisingTrajectory, Sample, Version
+from gcore.types import DenoisingTrajectory, Version
 
 pytestmark = pytest.mark.timeout(900)
 
 PROGRAM = (sys.executable, "-m", "gcore.engines.sglang_diffusion")
-WEIGHTS = "diffusion_pytorch_model.safetensors"
-GUIDANCE = 2.0
 SERVERS = ("stand-in", pytest.param("real", marks=pytest.mark.sglang))
 Start = Callable[..., Worker]
 
@@ -116,55 +108,16 @@ async def fake(addresses: Callable[[str], str]) -> AsyncIterator[EngineClient]:
     await engine.close()
 
 
-def params(**changed: Any) -> SamplingParams:
-    given = {"text": "a red square", "steps": 4, "height": 16, "width": 16, "guidance": GUIDANCE} | changed
-    return SamplingParams(1.0, 1, denoising=DenoisingParams(**given))
-
-
-async def drawn(client: EngineClient, *seeds: int, rid: str = "r", **changed: Any) -> tuple[Sample, ...]:
-    return await client.generate_each([()] * len(seeds), params(**changed), seeds=seeds, rid=rid)
-
-
 async def until_load(client: EngineClient, wanted: tuple[int, int]) -> None:
     """Wait until the engine has so many running and waiting pictures."""
     while await client.load() != wanted:  # noqa: ASYNC110 - of another process
         await asyncio.sleep(0.01)
 
 
-def pictures(*samples: Sample) -> list[str]:
-    return [medium.sha256 for sample in samples for medium in sample.media if medium.kind == "decoded"]
-
-
 async def test_pictures_come_as_blobs_and_their_replay_has_the_same_log_probabilities(
     client: EngineClient, store: StoreProcess, folder: Path
 ) -> None:
-    samples = await drawn(client, 5, 6, random_steps=(0, 2))
-    network = load_network(folder, guidance=GUIDANCE, dtype=torch.float32, device="cpu")
-    schedule = NoiseSchedule.load(folder)
-    async with open_blob_http(PLAIN) as http:
-        blobs = BlobClient(store.address, "job", key_of("job"), http)
-        for sample, seed in zip(samples, (5, 6), strict=True):
-            output = sample.output
-            assert isinstance(output, DenoisingTrajectory)
-            assert (output.steps, output.seed, sample.length, sample.finish_reason) == ((0, 2), seed, 2, "stop")
-            assert len({span.version for span in output.spans}) == 1
-            bytes_of = {
-                medium.kind: b"".join([piece async for piece in blobs.read(medium.sha256)]) for medium in output.media
-            }
-            shape = {medium.kind: medium.shape for medium in output.media}
-            assert shape["trajectory"] == (4, 4, 8, 8)
-            states = torch.from_numpy(
-                np.frombuffer(bytes_of["trajectory"], np.float32).reshape(shape["trajectory"]).copy()
-            )
-            (path := Path(store.folder) / "picture.png").write_bytes(bytes_of["decoded"])
-            assert Image.open(path).size == (16, 16)
-            condition, negative = unpack_conditions(bytes_of["embeds"])
-            assert negative is not None
-            for place, step in enumerate(output.steps):
-                before, after = states[2 * place : 2 * place + 1], states[2 * place + 1 : 2 * place + 2]
-                velocity = network.predict(before, torch.tensor([output.sigmas[step]]), [condition], [negative])
-                found = schedule.step("sde", before, velocity, output.sigmas, step, 0.7).log_prob(after)
-                assert found.item() == pytest.approx(output.logprobs[place], abs=1e-5)
+    await check_blobs_and_replay(client, store, folder, (4, 8, 8))
 
 
 async def test_a_picture_does_not_depend_on_the_pictures_beside_it(client: EngineClient) -> None:
@@ -241,14 +194,7 @@ async def test_an_engine_sleeps_and_generates_the_same_pictures_afterwards(clien
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"text": " "}, "the prompt is empty"),
-        ({"guidance": 7.0}, r"guidance_scale is 7.0, but this engine serves with 2.0"),
-        ({"height": 18}, "multiples of 4 pixels"),
-        ({"random_steps": (3,)}, "step 3 is not one of the steps that can be random, 0 to 2"),
-        ({"random_steps": (1, 0)}, "must ascend"),
-        ({"kind": "ode", "random_steps": (1,)}, "an ode has no random steps"),
-        ({"kind": "cps", "noise_level": 2.5}, r"rollout_noise_level is 2\.5.*Use at most 1"),
-        ({"steps": 0}, "num_inference_steps"),
+        *REFUSED,
         ({"kind": "dance"}, "SGLang has no steps of the kind dance"),
         ({"noise_seeds": (2,)}, "one seed, but noise_seed differs"),
         ({"averaged": True}, "this engine has no average of the weights"),
@@ -275,15 +221,8 @@ async def test_pictures_without_random_steps_have_no_log_probabilities(client: E
 async def test_the_description_has_the_scheduler_and_guidance_with_which_a_trainer_must_agree(
     client: EngineClient, folder: Path
 ) -> None:
-    async with httpx.AsyncClient(trust_env=False) as http:
-        info = (await http.get(f"{client.base_url}/server_info")).json()
-        assert (info["engine"], info["guidance"]) == ("SGLang's diffusion server behind gcore", GUIDANCE)
-        assert info["scheduler"] == NoiseSchedule.load(folder).fingerprint
-        refused = await http.post(f"{client.base_url}/generate", json={"input_ids": [1]})
-        assert refused.status_code == httpx.codes.BAD_REQUEST
-        assert "/generate is not supported" in refused.text
-    load = await client.load()
-    assert load == (0, 0)
+    await check_description(client, "SGLang's diffusion server behind gcore", folder)
+    assert await client.load() == (0, 0)
 
 
 @pytest.mark.parametrize(

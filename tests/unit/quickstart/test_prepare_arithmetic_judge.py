@@ -19,7 +19,7 @@ from gcore.quickstart import arithmetic as arithmetic_judge
 from gcore.quickstart import folder as prepared_folder
 from gcore.quickstart.arithmetic import (
     JUDGE_CHARACTERS,
-    JudgeManifest,
+    ArithmeticJudgeManifest,
     VerdictAccuracy,
     prepare_arithmetic_judge,
     prepare_judge_adapter,
@@ -30,17 +30,17 @@ from gcore.quickstart.folder import PreparedFolder
 UPDATES = 3
 
 
-def make(to: Path, *, seed: int = 0, must_fit: bool = False) -> PreparedFolder[JudgeManifest]:
+def make(to: Path, *, seed: int = 0, must_fit: bool = False) -> PreparedFolder[ArithmeticJudgeManifest]:
     return prepare_arithmetic_judge(to, seed=seed, progress=False, updates=UPDATES, must_fit=must_fit)
 
 
 @pytest.fixture(scope="module")
-def judge(tmp_path_factory: pytest.TempPathFactory) -> PreparedFolder[JudgeManifest]:
+def judge(tmp_path_factory: pytest.TempPathFactory) -> PreparedFolder[ArithmeticJudgeManifest]:
     return make(tmp_path_factory.mktemp("prepared") / "arithmetic-judge")
 
 
 def test_a_judge_is_a_qwen3_of_about_a_million_parameters_that_reads_its_questions(
-    judge: PreparedFolder[JudgeManifest],
+    judge: PreparedFolder[ArithmeticJudgeManifest],
 ) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -56,7 +56,7 @@ def test_a_judge_is_a_qwen3_of_about_a_million_parameters_that_reads_its_questio
     assert PromptRenderer.load(judge.model, chat=False).max_length == 64
 
 
-def test_the_manifest_says_what_its_verdicts_are_worth(judge: PreparedFolder[JudgeManifest]) -> None:
+def test_the_manifest_says_what_its_verdicts_are_worth(judge: PreparedFolder[ArithmeticJudgeManifest]) -> None:
     said = json.loads((judge.folder / "manifest.json").read_text())
     assert (said["judge_accuracy"], said["judge_false_yes"]) == (
         judge.manifest.judge_accuracy,
@@ -67,7 +67,7 @@ def test_the_manifest_says_what_its_verdicts_are_worth(judge: PreparedFolder[Jud
 
 
 def test_a_second_call_finds_what_the_first_has_made(
-    judge: PreparedFolder[JudgeManifest], monkeypatch: pytest.MonkeyPatch
+    judge: PreparedFolder[ArithmeticJudgeManifest], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prepared_folder, "_make", None)
     again = make(judge.folder)
@@ -78,16 +78,16 @@ def test_a_second_call_finds_what_the_first_has_made(
 
 @pytest.mark.large
 def test_the_same_seed_gives_the_same_bytes_and_another_seed_another_judge(
-    judge: PreparedFolder[JudgeManifest], tmp_path: Path
+    judge: PreparedFolder[ArithmeticJudgeManifest], tmp_path: Path
 ) -> None:
-    def weights(made: PreparedFolder[JudgeManifest]) -> str:
+    def weights(made: PreparedFolder[ArithmeticJudgeManifest]) -> str:
         return hashlib.sha256((made.model / "model.safetensors").read_bytes()).hexdigest()
 
     assert weights(make(tmp_path / "again")) == weights(judge)
     assert weights(make(tmp_path / "other", seed=1)) != weights(judge)
 
 
-def test_one_example_does_not_take_the_place_of_another(judge: PreparedFolder[JudgeManifest]) -> None:
+def test_one_example_does_not_take_the_place_of_another(judge: PreparedFolder[ArithmeticJudgeManifest]) -> None:
     with pytest.raises(DataError, match=r"something other than the prepared example arithmetic\."):
         arithmetic.prepare_arithmetic(judge.folder, progress=False, warm_updates=1, must_fit=False)
     assert make(judge.folder).cached
@@ -137,7 +137,7 @@ def test_the_judge_as_an_adapter_fits_its_base_in_gcore_and_in_peft(tmp_path: Pa
 
 
 def test_the_command_knows_every_example_and_says_what_there_is(
-    judge: PreparedFolder[JudgeManifest], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    judge: PreparedFolder[ArithmeticJudgeManifest], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(arithmetic_judge, "prepare_arithmetic_judge", lambda to, *, seed: judge)
     assert set(examples.EXAMPLES) == {
