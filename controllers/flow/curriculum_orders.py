@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Self
 
 from gcore.config.spec import JobSpec, training_sources
 from gcore.data.curriculum import (
@@ -43,18 +44,22 @@ class CurriculumOrders:
     """Computes and caches the prompt orders of one job's curriculum. `notify`: called when an order has been
     computed."""
 
-    def __init__(self, spec: JobSpec, stream: PromptStream, notify: Callable[[], None]) -> None:
+    def __init__(self, spec: JobSpec, curriculum: Curriculum, stream: PromptStream, notify: Callable[[], None]) -> None:
         self._spec = spec
+        self._curriculum = curriculum
         self._stream = stream
         self._notify = notify
-        name = spec.data.curriculum
-        self._curriculum: Curriculum | None = find_curriculum(name) if name is not None else None
         self._arranged: dict[tuple[int, int], _Arranged] = {}
         self._work: asyncio.Task[None] | None = None
         self._closed = False
         self._defect: BaseException | None = None
-        if self._curriculum is not None:
-            stream.reorder = self.order
+        stream.reorder = self.order
+
+    @classmethod
+    def find(cls, spec: JobSpec, stream: PromptStream, notify: Callable[[], None]) -> Self | None:
+        """The orders of the job's curriculum; None if it has no curriculum. Raises PluginFault if it is unknown."""
+        name = spec.data.curriculum
+        return None if name is None else cls(spec, find_curriculum(name), stream, notify)
 
     @property
     def arranging(self) -> bool:
@@ -75,8 +80,6 @@ class CurriculumOrders:
         earlier computation failed.
         """
         due = list(refs)
-        if self._curriculum is None:
-            return due
         if self._defect is not None:
             raise self._defect
         wanted = list(dict.fromkeys((ref.data_epoch, ref.shard) for ref in due))
@@ -142,7 +145,6 @@ class CurriculumOrders:
     def _worked_out(self, epoch: int, shard: int, record: EpochRecord | None) -> _Arranged | None:
         """Compute the order of a shard in an epoch; runs in a thread. Return None if this object was closed
         meanwhile."""
-        assert self._curriculum is not None
         version = record.version if record is not None else None
         key = self._curriculum(curriculum_view(self._spec, epoch, record))
         if key is None:

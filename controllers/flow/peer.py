@@ -84,7 +84,7 @@ class JobPeer:
         evaluations: LedgerEvaluations,
         clock: Clock,
         stopwatch: StepTimer,
-        orders: CurriculumOrders,
+        orders: CurriculumOrders | None,
         filters: tuple[CheckedFilter, ...],
         collectives: PeerCollectives,
         faults: PluginErrorLog,
@@ -449,7 +449,7 @@ class JobPeer:
             return []
         mine = set(view.mirror.assign.record.shards_of(view.me))
         due = [ref for ref in view.due if ref.shard in mine]
-        ready = self._orders.ready(due, view.epochs, mine, self.buffer.refs())
+        ready = due if self._orders is None else self._orders.ready(due, view.epochs, mine, self.buffer.refs())
         fresh = [ref for ref in ready if not self.buffer.knows(ref)]
         if self._lengths is None or not self._longest_first:
             return fresh

@@ -589,7 +589,7 @@ class JobWork:
         episodes = new_episode_runner(
             spec, session.engines, session.episodes, clock, dependencies.errors.note, session.media
         )
-        self._orders = CurriculumOrders(spec, data.stream, session.changes.notify)
+        self._orders = CurriculumOrders.find(spec, data.stream, session.changes.notify)
         self._peer = JobPeer(
             data=data,
             look=session.look,
@@ -626,7 +626,7 @@ class JobWork:
     @property
     def is_ordering(self) -> bool:
         """Whether the prompt order of a curriculum is being computed."""
-        return self._orders.arranging
+        return self._orders is not None and self._orders.arranging
 
     @property
     def is_held_back(self) -> bool:
@@ -683,7 +683,8 @@ class JobWork:
             await self._peer.close()
             for pool in session.pools.values():
                 await pool.close()
-            await self._orders.close()
+            if self._orders is not None:
+                await self._orders.close()
             if session.media is not None:
                 await session.media.close(ended=session.mirror.has_ended)
 

@@ -105,7 +105,7 @@ class RealBench:
             LedgerEvaluations(TransactionExecutor(self.store, self.keys), self.mirror),
             self.clock,
             StepTimer(),
-            CurriculumOrders(self.spec, job_data.stream, self.changes.notify),
+            CurriculumOrders.find(self.spec, job_data.stream, self.changes.notify),
             find_filters(self.spec.flow.filters),
             PeerCollectives(self.store, self.mirror, "me", self.lease, self.changes, self.clock),
             self.faults,

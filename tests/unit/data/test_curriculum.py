@@ -273,7 +273,9 @@ class OnePeer:
     def __init__(self, spec: JobSpec, tmp_path: Path) -> None:
         self.changes = ChangeSignal()
         self.stream = open_stream(spec, tmp_path)
-        self.orders = CurriculumOrders(spec, self.stream, self.changes.notify)
+        orders = CurriculumOrders.find(spec, self.stream, self.changes.notify)
+        assert orders is not None
+        self.orders = orders
 
     def ready(self, refs: list[PromptRef], begun: dict[int, EpochRecord]) -> list[PromptRef]:
         return self.orders.ready(refs, begun, range(SHARDS))
@@ -370,13 +372,11 @@ async def test_curriculum_exception_reaches_the_flow(tmp_path: Path) -> None:
     await peer.orders.close()
 
 
-async def test_without_a_curriculum_everything_is_ready_and_nothing_is_kept(tmp_path: Path) -> None:
+def test_a_job_without_a_curriculum_has_no_orders(tmp_path: Path) -> None:
     spec = make_spec(tmp_path)
-    peer = OnePeer(spec, tmp_path)
-    refs = [PromptRef(7, 0, 0)]
-    assert peer.ready(refs, {}) == refs
-    assert peer.stream.reorder is None
-    assert not peer.orders.arranging
+    stream = open_stream(spec, tmp_path)
+    assert CurriculumOrders.find(spec, stream, ChangeSignal().notify) is None
+    assert stream.reorder is None
 
 
 def test_a_spec_whose_data_have_no_such_field_is_refused_at_submission(tmp_path: Path) -> None:

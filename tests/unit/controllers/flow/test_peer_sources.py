@@ -166,7 +166,7 @@ class Alone:
             self,
             self.clock,
             StepTimer(),
-            CurriculumOrders(self.spec, data.stream, self.changes.notify),
+            CurriculumOrders.find(self.spec, data.stream, self.changes.notify),
             find_filters(self.spec.flow.filters),
             PeerCollectives(store, lambda: self.mirror, "me", 0, self.changes, self.clock),
             self.faults,
