@@ -109,7 +109,7 @@ async def test_a_judge_answers_each_seed_and_is_paid_by_tokens_and_answers_the_s
 )
 async def test_next_request_succeeds_after_a_server_failure(failing: FakeFailure, error: type[JudgeError]) -> None:
     book, began = Book(), SystemClock().monotonic()
-    async with FakeOpenAI(said, key=KEY) as fake, asking(fake.url, book, timeout_s=0.5) as ask:
+    async with FakeOpenAI(said, key=KEY) as fake, asking(fake.url, book, timeout_s=3.0) as ask:
         fake.script = [failing]
         with pytest.raises(error):
             await ask("1+2=", (7,))

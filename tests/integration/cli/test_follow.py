@@ -2,6 +2,7 @@
 
 import asyncio
 from contextlib import aclosing
+from dataclasses import replace
 
 import grpc
 import pytest
@@ -14,7 +15,7 @@ from gcore.errors import GcoreError, StoreUnavailable, Unreachable, UsageError
 from gcore.observability.events import JobEvent
 from gcore.system.clock import SystemClock
 
-QUICK = WaitPolicy(call_s=2.0, quiet_s=0.1, probe_s=0.1, retry_s=0.02, lost_s=0.4)
+QUICK = WaitPolicy(quiet_s=0.1, probe_s=2.0, retry_s=0.02)
 
 
 def steps(first: int, last: int) -> list[JobEvent]:
@@ -38,8 +39,8 @@ async def servers(script):
         await server.kill()
 
 
-def client(*servers: FakeJobs) -> JobsClient:
-    return JobsClient([s.address for s in servers], clock=SystemClock(), patience=QUICK)
+def client(*servers: FakeJobs, patience: WaitPolicy = QUICK) -> JobsClient:
+    return JobsClient([s.address for s in servers], clock=SystemClock(), patience=patience)
 
 
 class SlowJobs(FakeJobs):
@@ -144,9 +145,7 @@ async def test_following_waits_for_a_controller_that_comes_back(script):
     port = int(first.address.rsplit(":", 1)[1])
     script.play(steps(1, 2))
     seen = []
-    patience = WaitPolicy(call_s=2.0, quiet_s=0.1, probe_s=0.1, retry_s=0.02, lost_s=20.0)
-    jobs = JobsClient([first.address], clock=SystemClock(), patience=patience)
-    async with jobs, aclosing(jobs.follow("sums")) as events:
+    async with client(first) as jobs, aclosing(jobs.follow("sums")) as events:
         async for event in events:
             seen.append(event.sequence)
             if event.sequence == 2:
@@ -159,7 +158,8 @@ async def test_following_waits_for_a_controller_that_comes_back(script):
 
 async def test_following_gives_up_when_nobody_answers_for_long(script, servers):
     script.play(steps(1, 1))
-    async with client(*servers) as jobs, aclosing(jobs.follow("sums")) as events:
+    impatient = replace(QUICK, lost_s=0.4)
+    async with client(*servers, patience=impatient) as jobs, aclosing(jobs.follow("sums")) as events:
         assert (await anext(events)).sequence == 1
         for server in servers:
             await server.kill()

@@ -221,7 +221,7 @@ async def test_a_job_whose_central_record_is_gone_ends_with_its_name_and_no_try_
     changes = ChangeSignal()
     work = asyncio.create_task(work_on_job(lambda: runner, is_active, changes))
     states = store.watch(KEYS.state)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         async for batch in states:
             if found := [event.kv.value for event in batch.events if b"FAILED" in event.kv.value]:
                 break

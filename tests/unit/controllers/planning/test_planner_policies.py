@@ -99,6 +99,7 @@ async def test_a_policy_that_hangs_is_left_and_not_asked_again_before_it_has_ans
     assert consulting._thread.daemon, "a process ends without it"
     may_end.set()
     await asyncio.to_thread(consulting._thread.join)
+    consulting._limit_s = 30.0
     assert await consulting.ask_policy(Of(lambda: GOOD), SITUATION) == GOOD
 
 

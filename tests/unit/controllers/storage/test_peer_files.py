@@ -183,7 +183,7 @@ class Breaking(FilesService):
 @pytest.mark.parametrize("how", ["dies", "hangs", "lies", "stops"])
 async def test_a_peer_that_breaks_off_leaves_nothing_and_the_next_one_gives_it(tmp_path: Path, how: str) -> None:
     digest = checkpoint(tmp_path / "theirs")
-    fetcher = mine(tmp_path / "mine", silent_s=0.3)
+    hasty, patient = mine(tmp_path / "mine", silent_s=0.3), mine(tmp_path / "mine")
 
     def broken(folder_of: Any) -> FilesService:
         service = Breaking(folder_of)
@@ -192,11 +192,12 @@ async def test_a_peer_that_breaks_off_leaves_nothing_and_the_next_one_gives_it(t
 
     async with serving(tmp_path / "theirs", broken) as first, serving(tmp_path / "theirs") as second:
         with pytest.raises(FetchFailed):
-            await fetcher.folder(first, "checkpoints/0-3", durable=True)
+            await hasty.folder(first, "checkpoints/0-3", durable=True)
         assert not (tmp_path / "mine" / "checkpoints").exists()
         assert list((tmp_path / "mine" / DRAFTS).iterdir()) == []
 
         async def fetch(address: str) -> None:
+            fetcher = hasty if address == first else patient
             await fetcher.folder(address, "checkpoints/0-3", lambda draft: verify_files(draft, digest), durable=True)
 
         fetched = await fetch_from_first({"a": first, "b": second}, ("away", "a", "b"), fetch)

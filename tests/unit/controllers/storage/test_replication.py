@@ -62,7 +62,7 @@ class Node:
         self.store = MemoryStore(MemoryCluster(FakeClock()))
         self.run_dir = folder / "mine"
         self.told: dict[str, str] = {}
-        self.own = LocalRunFolder(PeerFiles(UID, self.run_dir, owner="me", silent_s=1.0))
+        self.own = LocalRunFolder(PeerFiles(UID, self.run_dir, owner="me"))
         self.lease = 0
         self.clock = Clock()
 
