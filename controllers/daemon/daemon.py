@@ -36,7 +36,6 @@ from controllers.daemon.security import Security, request_caller
 from controllers.storage.garbage import GarbageCollector
 from controllers.telemetry.gauges import watch_members
 from controllers.web.app import PageApp
-from controllers.web.content import PageContent
 from gcore.api.rpc import VersionGate
 from gcore.api.tls import ReloadingFiles
 from gcore.api.v1 import access_pb2_grpc, files_pb2_grpc, jobs_pb2_grpc, placement_pb2_grpc
@@ -54,6 +53,7 @@ from gcore.system.memory import trim_memory
 
 if TYPE_CHECKING:
     from controllers.api.submission.submit import Submitter
+    from controllers.web.content import PageContent
 
 LEAVE_WITHIN_S = 8.0
 """Maximum seconds of the hand-over. Service managers often kill a process ten seconds after SIGTERM."""
@@ -92,11 +92,13 @@ class Daemon:
         store = InstrumentedStore(etcd, self._own.metrics, self._clock)
         storage = LocalStorage(config.node, Path(config.run_root), self._own.folders)
         jobs = StoreReader(store, storage, lambda: self._own.cluster)
-        page = PageApp(
-            PageContent(config.node, jobs, self._own.runners.get, self._clock),
-            asyncio.get_running_loop(),
-            request_caller,
-        )
+
+        def page_content() -> PageContent:
+            from controllers.web import content  # at the first request, because a daemon without a job should be small
+
+            return content.PageContent(config.node, jobs, self._own.runners.get, self._clock)
+
+        page = PageApp(page_content, asyncio.get_running_loop(), request_caller)
         metrics = self._security.serve_http(self._own.metrics, config, page)
         server, address, for_peers = await self._serve(store, jobs)
         addresses = Addresses(address, metrics.address, for_peers)

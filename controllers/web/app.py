@@ -18,16 +18,17 @@ import re
 import threading
 from collections.abc import Callable, Coroutine, Iterable
 from importlib import resources
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 from urllib.parse import parse_qs
 
 from controllers.api.edge.access import NOBODY_IS_TOLD_APART, Caller, acting_as
 from controllers.api.edge.errors import NotFound
-from controllers.web.content import PageContent, ServedPicture, Tree
 from gcore.errors import GcoreError, StoreUnavailable
 
 if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIEnvironment
+
+    from controllers.web.content import PageContent, ServedPicture, Tree
 
 log = logging.getLogger(__name__)
 MOST_AT_ONCE = 8
@@ -48,22 +49,29 @@ SAFE = [
     ("Cross-Origin-Resource-Policy", "same-origin"),
 ]
 
-Answer = Tree | list[Tree] | ServedPicture
+Answer: TypeAlias = "Tree | list[Tree] | ServedPicture"
 Who = Callable[["WSGIEnvironment"], Caller]
 """Identifies the caller of a request."""
 
 
 class PageApp:
-    """The WSGI application of the page. `shown`: builds the JSON, in the event loop `loop` of the daemon. `who`:
-    identifies the caller of a request."""
+    """The WSGI application of the page. `make_content`: called at the first request; the result builds the JSON, in the event
+    loop `loop` of the daemon. `who`: identifies the caller of a request."""
 
     def __init__(
-        self, shown: PageContent, loop: asyncio.AbstractEventLoop, who: Who = lambda environ: NOBODY_IS_TOLD_APART
+        self,
+        make_content: Callable[[], PageContent],
+        loop: asyncio.AbstractEventLoop,
+        who: Who = lambda environ: NOBODY_IS_TOLD_APART,
     ) -> None:
-        self._shown = shown
+        self._make_content = make_content
         self._loop = loop
         self._who = who
         self._turns = threading.BoundedSemaphore(MOST_AT_ONCE)
+
+    @functools.cached_property
+    def _shown(self) -> PageContent:
+        return self._make_content()
 
     def __call__(self, environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
         """Handle one HTTP request (PEP 3333)."""
@@ -142,11 +150,11 @@ def parse_number(query: str, name: str) -> int:
 
 
 def _answer(start_response: StartResponse, status: str, tree: Answer) -> Iterable[bytes]:
-    if isinstance(tree, ServedPicture):
-        start_response(status, [("Content-Type", tree.media_type), *SAFE])
-        return [tree.data]
-    start_response(status, [("Content-Type", "application/json"), *SAFE])
-    return [json.dumps(tree, separators=(",", ":")).encode()]
+    if isinstance(tree, dict | list):
+        start_response(status, [("Content-Type", "application/json"), *SAFE])
+        return [json.dumps(tree, separators=(",", ":")).encode()]
+    start_response(status, [("Content-Type", tree.media_type), *SAFE])
+    return [tree.data]
 
 
 @functools.cache

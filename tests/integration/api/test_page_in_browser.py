@@ -179,7 +179,7 @@ def address(told: Told) -> Iterator[str]:
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
     shown: Any = told
-    server = serve_metrics(Metrics(), others=PageApp(shown, loop))
+    server = serve_metrics(Metrics(), others=PageApp(lambda: shown, loop))
     yield f"http://{server.address}"
     server.close()
     loop.call_soon_threadsafe(loop.stop)

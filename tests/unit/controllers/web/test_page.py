@@ -88,7 +88,7 @@ def get(app: PageApp, path: str, query: str = "") -> tuple[str, dict[str, str], 
 
 def app_of(told: Told, loop: asyncio.AbstractEventLoop, **more: Any) -> PageApp:
     shown: Any = told
-    return PageApp(shown, loop, **more)
+    return PageApp(lambda: shown, loop, **more)
 
 
 def test_the_page_and_its_questions_are_answered(loop: asyncio.AbstractEventLoop) -> None:
