@@ -358,8 +358,8 @@ def prepare_arithmetic_judge(
 ) -> PreparedFolder[ArithmeticJudgeManifest]:
     """Prepare the judge in the folder `to`, or reuse it if it is there.
 
-    `updates`: optimizer updates of the training. `must_fit`: require `NEEDED`. Raises DataError if it misses them, if `to` is something other than a prepared judge, or if it
-    cannot be written.
+    `updates`: optimizer updates of the training. `must_fit`: require `NEEDED`. Raises DataError if the judge does
+    not reach it, if `to` is something other than a prepared judge, or if it cannot be written.
     """
 
     def fill(draft: Path) -> ArithmeticJudgeManifest:

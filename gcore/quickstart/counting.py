@@ -166,7 +166,8 @@ def prepare_counting_judge(
 ) -> PreparedFolder[CountingJudgeManifest]:
     """Prepare the judge in the folder `to`, or reuse it if it is there.
 
-    `updates`: optimizer updates of its training. `must_fit`: require `NEEDED`. Raises DataError if it misses them, if `to` is something other than a prepared judge, or if it cannot be written.
+    `updates`: optimizer updates of its training. `must_fit`: require `NEEDED`. Raises DataError if the judge
+    does not reach it, if `to` is something other than a prepared judge, or if it cannot be written.
     """
 
     def fill(draft: Path) -> CountingJudgeManifest:
@@ -204,7 +205,7 @@ def _teach_judge(
     seed: int,
     reporter: Reporter,
 ) -> tuple[Any, VerdictAccuracy]:
-    """Train a judge on the questions of `lesson`; return the network, and what its verdicts are worth."""
+    """Train a judge on the questions of `lesson`; return the network and the accuracy of its verdicts."""
     import numpy as np
 
     from gcore.quickstart.counting_model import (
@@ -244,8 +245,8 @@ def _teach_judge(
 def _measure_judge(
     network: Any, held_out: Sequence[CountingQuestion], asked: Sequence[tuple[int, str]], pictures: Any
 ) -> VerdictAccuracy:
-    """Measure the verdicts of a judge. `asked`: places of questions in
-    `held_out` and of their `pictures`, with a response each."""
+    """Measure the verdicts of a judge. `asked`: places of questions in `held_out` and of their `pictures`, with a response
+    each."""
     import torch
 
     from gcore.quickstart.counting_model import answer_rows, prompt_ids, text_ids, write_greedily

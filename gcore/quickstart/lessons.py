@@ -3,7 +3,7 @@ character tokenizer.
 
 A *demonstration* is a prompt with the right or the careless answer; for some prompts they are equal. A model that
 imitates mostly careless demonstrations is sometimes right and prefers to be wrong, which reinforcement learning can
-improve. A judge's lesson has no careless demonstrations; `VerdictAccuracy` says what its verdicts are worth.
+improve. A judge's lesson has no careless demonstrations; `VerdictAccuracy` has the accuracy of its verdicts.
 
 The tokenizer has one token per character, a padding token and an end of sequence. Prompts get no special tokens. The
 tokenizer drops characters outside the alphabet; `encode` raises for them. The files work with the `tokenizers` library
@@ -89,7 +89,8 @@ class VerdictAccuracy:
         return self.accuracy >= needed.accuracy and self.false_yes <= needed.false_yes
 
     def require(self, needed: VerdictAccuracy, judged: str, updates: int, seed: int) -> None:
-        """Raise DataError if the verdicts on `judged`, a plural, are not as good after so many updates of the judge."""
+        """Raise DataError if the verdicts are not as good. `judged`: what the judge assesses, in the plural. `updates`:
+        optimizer updates of its training."""
         if not self.reaches(needed):
             raise DataError(
                 f"after {updates} updates, {self.accuracy:.1%} of the judge's verdicts are right and {self.false_yes:.1%} of "

@@ -71,8 +71,8 @@ def prepare_pictures_judge(
     """Prepare the judge in the folder `to`, or reuse it if it is there.
 
     `pictures`: folder of the prepared example, whose pipeline generates pictures of the lesson; by default `pictures` beside
-    `to`. `updates`: optimizer updates of the training. `must_fit`: require `NEEDED`. Raises DataError if the judge misses them, if the example is not prepared, if `to` is something other than a prepared judge, or
-    if it cannot be written.
+    `to`. `updates`: optimizer updates of the training. `must_fit`: require `NEEDED`. Raises DataError if the judge does not
+    reach it, if the example is not prepared, if `to` is something other than a prepared judge, or if it cannot be written.
     """
     example = pictures or to.absolute().parent / "pictures"
 
@@ -186,7 +186,7 @@ def _chosen(draw: Any, share: float, count: int) -> Any:
 
 
 def _teach_judge(policy: Path, updates: int, seed: int, reporter: Reporter) -> tuple[Any, VerdictAccuracy]:
-    """Train a judge on pictures of the pipeline in `policy` and others; return the network, and what its verdicts are worth."""
+    """Train a judge on pictures of the pipeline in `policy` and others; return the network and the accuracy of its verdicts."""
     import numpy as np
     import torch
 

@@ -1,4 +1,4 @@
-"""What is checked of each engine that generates pictures, through the controller's client."""
+"""Checks of every engine that generates pictures, through the controller's client."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def pictures(*samples: Sample) -> list[str]:
 async def check_blobs_and_replay(
     client: EngineClient, store: StoreProcess, folder: Path, shape: tuple[int, ...]
 ) -> None:
-    """Pictures come as blobs, and a trainer that replays their random steps finds the log-probabilities that the engine told.
+    """Pictures come as blobs, and a trainer that replays their random steps finds the log-probabilities that the engine reported.
 
     `folder`: of the pipeline that the engine serves. `shape`: of one state.
     """

@@ -64,7 +64,7 @@ async def test_arrays_use_up_the_room_that_is_reserved_for_the_request(
             while size and not await blobs.reserve(holder, size, 60.0):
                 size -= least
         with pytest.raises(EngineUnreachable, match="no room for"):  # not a refusal: the prompt waits
-            await drawn(client, 40, rid="nobody")
+            await drawn(client, 40, rid="unreserved")
         (sample,) = await drawn(client, 40, rid="me", blob_holder="me")
         assert sample.finish_reason == "stop"
         for holder in ("me", "others", "more"):
